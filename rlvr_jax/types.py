@@ -187,6 +187,7 @@ class TrainBatch:
       prefix_ids: int32[B, T], the segment this token's segment continues (its prompt); 0 for none.
       parents: int32[B, T], column of the token before this one in its own sequence, -1 if it has none: the
         hidden state there predicts this token.
+      sample_ids: int32[B, T], index of the token's trajectory in the batch, -1 for prompts and padding.
       loss_mask: float32[B, T], 1 where the token is trained on.
       advantages, behavior_logprobs, ref_logprobs: float32[B, T]; 0 where loss_mask is 0.
     """
@@ -196,6 +197,7 @@ class TrainBatch:
     segment_ids: jax.Array
     prefix_ids: jax.Array
     parents: jax.Array
+    sample_ids: jax.Array
     loss_mask: jax.Array
     advantages: jax.Array
     behavior_logprobs: jax.Array
