@@ -1,0 +1,51 @@
+"""The mesh: which devices, in which shape. Axes ``data`` (replicas), ``fsdp`` (sharded replicas), ``tensor``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+
+MESH_AXES = ("data", "fsdp", "tensor")
+
+
+def make_mesh(
+    data: int = -1,
+    fsdp: int = 1,
+    tensor: int = 1,
+    *,
+    devices: Sequence[jax.Device] | None = None,
+) -> jax.sharding.Mesh:
+    """Arranges the devices of all processes.
+
+    Args:
+      data, fsdp, tensor: sizes of the axes; at most one is -1 and takes what is left.
+      devices: all of ``jax.devices()`` by default.
+
+    Raises:
+      ValueError: when the sizes do not multiply to the number of devices.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    sizes = [data, fsdp, tensor]
+    asked = dict(zip(MESH_AXES, sizes, strict=True))
+    known = math.prod(size for size in sizes if size != -1)
+    if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
+        raise ValueError(f"mesh sizes must be >= 1, at most one of them -1 (takes the rest); got {asked}")
+    if len(devices) % known or (-1 not in sizes and known != len(devices)):
+        raise ValueError(
+            f"mesh {asked} needs {'a multiple of ' if -1 in sizes else ''}{known} devices; "
+            f"there are {len(devices)}: change config.mesh"
+        )
+    sizes = [len(devices) // known if size == -1 else size for size in sizes]
+    return jax.make_mesh(
+        tuple(sizes),
+        MESH_AXES,
+        axis_types=(jax.sharding.AxisType.Auto,) * len(MESH_AXES),
+        devices=devices,
+    )
+
+
+def num_row_shards(mesh: jax.sharding.Mesh) -> int:
+    """Over how many shards the rows of a batch are spread; batch sizes must be multiples of it."""
+    return mesh.shape["data"] * mesh.shape["fsdp"]

@@ -1,0 +1,104 @@
+"""Sharding by one table: logical axis of an array -> mesh axis.
+
+Parameters name their logical axes in ``models.decoder.PARAM_AXES``, activations where they are made. Changing how a
+model is spread over devices means changing ``RULES`` or the mesh, never the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+RULES: dict[str, str | tuple[str, ...] | None] = {
+    "rows": ("data", "fsdp"),
+    "vocab": "tensor",
+    "embed": "fsdp",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "mlp": "tensor",
+    "layers": None,
+}
+
+
+def spec(*axes: str | None) -> P:
+    """PartitionSpec of an array with these logical axes."""
+    return P(*(None if axis is None else RULES[axis] for axis in axes))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, P())
+
+
+def row_sharding(mesh: Mesh) -> NamedSharding:
+    """Of every array of a batch: rows spread over data and fsdp."""
+    return NamedSharding(mesh, spec("rows"))
+
+
+def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
+    """Pins x to its logical axes under the mesh in force; does nothing when there is none."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return x
+    return jax.lax.with_sharding_constraint(x, spec(*axes))
+
+
+def tree_paths(tree: Any) -> dict[str, Any]:
+    """'a/b/c' -> leaf of a nested dict, in tree order."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {"/".join(str(key.key) for key in path): leaf for path, leaf in leaves}
+
+
+def param_shardings(
+    mesh: Mesh, params: Any, axes: Mapping[str, tuple[str | None, ...]]
+) -> Any:
+    """A NamedSharding for every leaf of ``params`` (arrays or ShapeDtypeStructs).
+
+    Raises:
+      ValueError: a dimension is not divisible by the mesh axes it is spread over; says which, and the numbers.
+    """
+
+    def one(path: Any, leaf: Any) -> NamedSharding:
+        name = "/".join(str(key.key) for key in path)
+        for size, axis in zip(leaf.shape, axes[name], strict=True):
+            mesh_axes = RULES[axis] if axis else None
+            if mesh_axes is None:
+                continue
+            names = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes
+            shards = 1
+            for mesh_axis in names:
+                shards *= mesh.shape[mesh_axis]
+            if size % shards:
+                raise ValueError(
+                    f"{name}: axis {axis!r} of size {size} must be divisible by mesh axis "
+                    f"{'x'.join(names)} ({shards}); change config.mesh"
+                )
+        return NamedSharding(mesh, spec(*axes[name]))
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
+def shardings_like(mesh: Mesh, tree: Any, params: Any, shardings: Any) -> Any:
+    """Shardings of a tree that holds copies of ``params`` (an optax state): copies follow, the rest is replicated.
+
+    A leaf is a copy when the end of its path and its shape are those of a parameter.
+    """
+    known = {
+        path: (leaf.shape, sharding)
+        for (path, leaf), sharding in zip(
+            tree_paths(params).items(), jax.tree.leaves(shardings), strict=True
+        )
+    }
+
+    def one(path: Any, leaf: Any) -> NamedSharding:
+        names = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path]
+        for start in range(len(names)):
+            shape, sharding = known.get("/".join(names[start:]), (None, None))
+            if sharding is not None and shape == leaf.shape:
+                return sharding
+        return replicated(mesh)
+
+    return jax.tree_util.tree_map_with_path(one, tree)
