@@ -1,0 +1,102 @@
+"""``rlvr COMMAND ...``: finds the command's module, runs it, and turns our errors into one line.
+
+A command is ``rlvr_jax/cli/<name>.py`` with ``main(argv) -> exit status``; it is imported only when it is asked for, so
+``rlvr --help`` is quick.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import pathlib
+import sys
+import traceback
+from collections.abc import Sequence
+
+from rlvr_jax.errors import (
+    CheckpointError,
+    ConfigError,
+    MismatchError,
+    MissingExtraError,
+    WeightsError,
+)
+
+COMMANDS = {
+    "train": "reinforcement learning with verifiable rewards",
+    "sft": "supervised fine-tuning on chat data",
+    "eval": "score a checkpoint on domains: pass@1, pass@k, intervals",
+    "sample": "print what a policy answers to a prompt",
+    "tasks": "list domains, show tasks, score a response against one",
+    "sweep": "run a config over the grid it gives, with a table at the end",
+    "doctor": "devices, versions, memory; what is missing and how to get it",
+}
+PACKAGE = pathlib.Path(__file__).resolve().parent.parent
+
+
+def is_expected(error: Exception) -> bool:
+    """Whether the message is for the user: ours by type, misuse our code refused, or the system's (disk, path).
+
+    A ValueError out of another library is a bug, and shows its traceback.
+    """
+    if isinstance(
+        error,
+        ConfigError | WeightsError | CheckpointError | MismatchError | MissingExtraError | OSError,
+    ):
+        return True
+    frames = traceback.extract_tb(error.__traceback__)
+    return (
+        isinstance(error, ValueError)
+        and PACKAGE in pathlib.Path(frames[-1].filename).resolve().parents
+    )
+
+
+def usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: rlvr COMMAND [--help] ...",
+            "",
+            *lines,
+            "",
+            "RLVR_TRACEBACK=1 shows where an error came from.",
+        ]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Args:
+      argv: arguments after the program's name; the process's own when None.
+
+    Returns:
+      Exit status: the command's own, 2 for misuse or an error with a message for the user, 130 when interrupted.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if arguments else 2
+    name, rest = arguments[0], arguments[1:]
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else "."
+        print(
+            f"rlvr: error: unknown command {name!r}{hint} Known: {', '.join(COMMANDS)}",
+            file=sys.stderr,
+        )
+        return 2
+    try:
+        return importlib.import_module(f"rlvr_jax.cli.{name}").main(rest)
+    except BrokenPipeError:  # the reader of our output has gone (| head): nothing more to say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as error:
+        if os.environ.get("RLVR_TRACEBACK") == "1" or not is_expected(error):
+            raise
+        print(f"rlvr: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("rlvr: interrupted", file=sys.stderr)
+        return 130
