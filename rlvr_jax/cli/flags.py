@@ -128,11 +128,9 @@ def config_keys(config: ConfigDict, prefix: str = "") -> Iterator[str]:
 
 
 def _check_key(config: ConfigDict, key: str, spec: str) -> None:
-    """Raises ConfigError unless ``key`` names one value of ``config`` (or an element of a list)."""
+    """Raises ConfigError unless ``key`` names one value of ``config``."""
     known = list(config_keys(config))
-    if key in known or any(
-        key.startswith(f"{name}.") and key[len(name) + 1].isdigit() for name in known
-    ):
+    if key in known:
         return
     in_group = [name for name in known if name.startswith(f"{key}.")]
     if in_group:
@@ -172,10 +170,10 @@ def apply_overrides(
             _check_key(config, match["key"], source)
     argv = ["rlvr", *overrides]
     values = flags.FlagValues()
-    config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=argv)
     try:
+        config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=argv)
         stray = values(argv)[1:]
-    except (flags.Error, TypeError, ValueError, KeyError, IndexError) as error:
+    except (flags.Error, TypeError, ValueError) as error:
         raise ConfigError(f"{error} (in {source})") from error
     if stray:
         raise ConfigError(

@@ -31,6 +31,7 @@ COMMANDS = {
     "sweep": "run a config over the grid it gives, with a table at the end",
     "doctor": "devices, versions, memory; what is missing and how to get it",
 }
+EXPECTED = (ConfigError, WeightsError, CheckpointError, MismatchError, MissingExtraError, OSError)
 PACKAGE = pathlib.Path(__file__).resolve().parent.parent
 
 
@@ -39,29 +40,17 @@ def is_expected(error: Exception) -> bool:
 
     A ValueError out of another library is a bug, and shows its traceback.
     """
-    if isinstance(
-        error,
-        ConfigError | WeightsError | CheckpointError | MismatchError | MissingExtraError | OSError,
-    ):
-        return True
-    frames = traceback.extract_tb(error.__traceback__)
-    return (
-        isinstance(error, ValueError)
-        and PACKAGE in pathlib.Path(frames[-1].filename).resolve().parents
+    raised_in = pathlib.Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
+    return isinstance(error, EXPECTED) or (
+        isinstance(error, ValueError) and PACKAGE in raised_in.parents
     )
 
 
 def usage() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: rlvr COMMAND [--help] ...",
-            "",
-            *lines,
-            "",
-            "RLVR_TRACEBACK=1 shows where an error came from.",
-        ]
+    commands = "\n".join(f"  {name:<7} {summary}" for name, summary in COMMANDS.items())
+    return (
+        f"usage: rlvr COMMAND [--help] ...\n\n{commands}\n\n"
+        "RLVR_TRACEBACK=1 shows where an error came from."
     )
 
 
@@ -79,15 +68,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(usage())
         return 0 if arguments else 2
     name, rest = arguments[0], arguments[1:]
-    if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
-        print(
-            f"rlvr: error: unknown command {name!r}{hint} Known: {', '.join(COMMANDS)}",
-            file=sys.stderr,
-        )
-        return 2
     try:
+        if name not in COMMANDS:
+            near = difflib.get_close_matches(name, COMMANDS, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else "."
+            raise ConfigError(f"unknown command {name!r}{hint} Known: {', '.join(COMMANDS)}")
         return importlib.import_module(f"rlvr_jax.cli.{name}").main(rest)
     except BrokenPipeError:  # the reader of our output has gone (| head): nothing more to say
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
