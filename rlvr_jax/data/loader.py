@@ -24,12 +24,12 @@ import grain
 import numpy as np
 
 from rlvr_jax.data.sources import Source, open_source
-from rlvr_jax.data.transforms import to_messages, to_task
+from rlvr_jax.data.transforms import Turn, to_messages, to_task
 from rlvr_jax.errors import ConfigError
-from rlvr_jax.types import Message, Task, TrainBatch
+from rlvr_jax.types import Task, TrainBatch
 
 # messages -> (token ids, mask of the tokens an assistant wrote), of the same length
-Render = Callable[[Sequence[Message]], tuple[Sequence[int], Sequence[bool]]]
+Render = Callable[[Sequence[Turn]], tuple[Sequence[int], Sequence[bool] | np.ndarray]]
 
 _PACKING_BINS_PER_ROW = 4  # more open bins than rows: first-fit then leaves fewer holes
 _MIN_PACKING_BINS = 32

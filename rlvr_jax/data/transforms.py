@@ -25,11 +25,15 @@ _ROLES = {
 }
 
 
-def to_messages(record: Mapping[str, JSON]) -> tuple[Message, ...]:
-    """The conversation of a record.
+# A turn with more than role and content (tool_calls, reasoning_content) stays a mapping, for the chat template to read.
+Turn = Message | dict[str, JSON]
+
+
+def to_messages(record: Mapping[str, JSON]) -> tuple[Turn, ...]:
+    """The conversation of a record, roles in the spelling of ``Message``.
 
     Raises:
-      ValueError: a record of no known form, an unknown role, content that is not text, or tool calls.
+      ValueError: a record of no known form, an unknown role, or content that is not text.
     """
     if "messages" in record:
         return _messages(record["messages"])
@@ -84,12 +88,17 @@ def to_task(record: Mapping[str, JSON], *, domain: str, source: str, instruction
             f"got a record with the keys {sorted(record)}; expected question + answer (GSM8K), problem + solution "
             "(MATH), question + choices + answer, or prompt + answer"
         )
-    if not prompt or prompt[-1].role not in ("user", "tool"):
+    messages = [turn for turn in prompt if isinstance(turn, Message)]
+    if len(messages) < len(prompt):
+        raise ValueError(
+            "the prompt has turns with more than role and content; a task holds text only"
+        )
+    if messages[-1].role not in ("user", "tool"):
         raise ValueError("the prompt must end with a turn of the user, which the policy answers")
     if instruction:
-        last = Message(role=prompt[-1].role, content=f"{prompt[-1].content}\n\n{instruction}")
-        prompt = (*prompt[:-1], last)
-    identity = json.dumps([[m.role, m.content] for m in prompt] + [answer], sort_keys=True)
+        content = f"{messages[-1].content}\n\n{instruction}"
+        messages[-1] = Message(role=messages[-1].role, content=content)
+    identity = json.dumps([[m.role, m.content] for m in messages] + [answer], sort_keys=True)
     metadata: dict[str, JSON] = {"source": source}
     level = re.fullmatch(r"(?:Level )?(\d+)", str(record.get("level", "")))
     if level:
@@ -97,7 +106,7 @@ def to_task(record: Mapping[str, JSON], *, domain: str, source: str, instruction
     return Task(
         id=hashlib.blake2b(identity.encode(), digest_size=8).hexdigest(),
         domain=domain,
-        prompt=prompt,
+        prompt=tuple(messages),
         answer=answer,
         metadata=metadata,
     )
@@ -138,7 +147,7 @@ def _math_answer(record: Mapping[str, JSON]) -> str:
     return answer
 
 
-def _multiple_choice(record: Mapping[str, JSON]) -> tuple[tuple[Message, ...], str]:
+def _multiple_choice(record: Mapping[str, JSON]) -> tuple[tuple[Turn, ...], str]:
     choices = record["choices"]
     gold = record.get("answer", record.get("correct"))
     if not isinstance(choices, list) or not 2 <= len(choices) <= 26:
@@ -157,11 +166,11 @@ def _multiple_choice(record: Mapping[str, JSON]) -> tuple[tuple[Message, ...], s
     return (Message(role="user", content=question),), answer
 
 
-def _turns(value: JSON, role: str) -> tuple[Message, ...]:
+def _turns(value: JSON, role: str) -> tuple[Turn, ...]:
     return (Message(role=role, content=value),) if isinstance(value, str) else _messages(value)
 
 
-def _messages(value: JSON) -> tuple[Message, ...]:
+def _messages(value: JSON) -> tuple[Turn, ...]:
     if isinstance(value, Mapping):  # TFDS and Parquet keep a list of pairs as a pair of lists
         columns = {key: column for key, column in value.items() if isinstance(column, Sequence)}
         value = [
@@ -174,17 +183,21 @@ def _messages(value: JSON) -> tuple[Message, ...]:
     return tuple(_message(item) for item in value)
 
 
-def _message(item: Any) -> Message:
+def _message(item: Any) -> Turn:
     if not isinstance(item, Mapping):
         raise ValueError(f"got the message {item!r:.80}; expected an object with role and content")
-    if item.get("tool_calls"):
-        raise ValueError(
-            "a message has tool_calls, which have no text form here; render them into content first"
-        )
     role = item.get("role", item.get("from"))
     if role not in _ROLES:
         raise ValueError(f"unknown role {role!r}; expected one of {sorted(_ROLES)}")
-    return Message(role=_ROLES[role], content=_text(item.get("content", item.get("value"))))
+    content = item.get("content", item.get("value"))
+    # Parquet fills what other rows have with null
+    rest = {k: v for k, v in item.items() if k not in ("role", "from", "content", "value") and v}
+    if content is None and rest.get("tool_calls"):
+        content = ""  # null and empty are the same turn
+    text = _text(content)
+    if rest:
+        return {"role": _ROLES[role], "content": text, **rest}
+    return Message(role=_ROLES[role], content=text)
 
 
 def _text(value: JSON) -> str:

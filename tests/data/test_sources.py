@@ -267,6 +267,15 @@ def test_every_published_form_gives_the_same_conversation(record):
     assert to_messages(record) == (USER, ASSISTANT)
 
 
+def test_tool_calls_reach_the_chat_template_and_null_content_is_empty():
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}], "weight": None}
+    assert to_messages({"messages": [call]}) == (
+        {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]},
+    )
+    with pytest.raises(ValueError, match="text only"):
+        to_task({"prompt": [call], "answer": "1"}, domain="d", source="s")
+
+
 @pytest.mark.parametrize(
     ("record", "message"),
     [
@@ -279,10 +288,7 @@ def test_every_published_form_gives_the_same_conversation(record):
             {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
             "expected text",
         ),
-        (
-            {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": 1}]}]},
-            "tool_calls",
-        ),
+        ({"messages": [{"role": "assistant", "content": None}]}, "expected text"),
     ],
 )
 def test_a_record_that_is_no_conversation_is_refused(record, message):
