@@ -8,9 +8,9 @@ KL(policy || reference):
 
     k1+ = w * k1        k2+ = stop_gradient(w) * k2        k3+ = w * k3      (the default)
 
-A plus thus means *the value of this estimator, with the gradient of the KL*, as it does in verl (which puts the gradient
-of k2 under it; on-policy the two agree). Without it: k3 has on-policy the gradient of KL(reference || policy), kept for
-parity with the GRPO paper and TRL; k2 is right on-policy only; k1 has an expected gradient of zero and is refused.
+A plus thus means *the value of this estimator, with the gradient of the KL*, as it does in verl (which puts k2's
+gradient under it; on-policy the two agree). Without it: k3 has on-policy the gradient of KL(reference || policy), kept
+for parity with the GRPO paper and TRL; k2 is right on-policy only; k1 has an expected gradient of zero and is refused.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A row of the batch holds token trees. A tree is a prompt, stored once, and the responses a group sampled from it; each
 response is a segment of its own that attends to the prompt and to itself, at the positions of the plain sequence. What
-the network computes for a token is therefore the same as without sharing, and so is the gradient; but the prompt is paid
-for once instead of G times, and responses of any length lie next to each other without padding.
+the network computes for a token is therefore the same as without sharing, and so is the gradient; but the prompt is
+paid for once instead of G times, and responses of any length lie next to each other without padding.
 
 Everything is a pure function of the groups in their given order: same groups, same batch, bit for bit.
 """
