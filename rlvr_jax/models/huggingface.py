@@ -1,0 +1,154 @@
+"""Weights in a Hugging Face directory: config.json, and safetensors in one file or in shards with an index."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+from safetensors.numpy import save_file
+
+from rlvr_jax.errors import WeightsError
+from rlvr_jax.models.config import ModelConfig
+from rlvr_jax.models.families import FAMILIES, Tensor
+
+_SAFETENSORS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+
+
+class HuggingFaceDirectory:
+    """config.json and safetensors as a source of named tensors.
+
+    Args:
+      path: the directory; its files are mapped, not read.
+
+    Raises:
+      WeightsError: when files are missing or damaged, or config.json asks for maths that the decoder does not do.
+    """
+
+    def __init__(self, path: Path) -> None:
+        settings = _read_object(path / "config.json")
+        model_type = settings.get("model_type")
+        if model_type not in FAMILIES:
+            raise WeightsError(
+                f"{path / 'config.json'} has model_type {model_type!r}; expected one of {sorted(FAMILIES)}"
+            )
+        self.family = FAMILIES[model_type]
+        self._config = self.family.from_hf(settings)
+        self._files = {name: _open(file) for name, file in _tensor_files(path).items()}
+
+    @property
+    def config(self) -> ModelConfig:
+        return self._config
+
+    def names(self) -> set[str]:
+        # Old checkpoints hold RoPE's frequencies, which follow from the configuration.
+        return {name for name in self._files if not name.endswith("rotary_emb.inv_freq")}
+
+    def name_of(self, tensor: Tensor) -> str:
+        return tensor.hf
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        entry = self._files[name].get_slice(name)
+        if entry.get_dtype() not in _FLOATS:
+            raise WeightsError(
+                f"tensor {name} has dtype {entry.get_dtype()}; expected one of {sorted(_FLOATS)}: "
+                "use the model before quantisation"
+            )
+        return tuple(entry.get_shape())
+
+    def read(self, name: str, tensor: Tensor) -> np.ndarray:
+        return self._files[name].get_tensor(name)
+
+
+def _tensor_files(path: Path) -> dict[str, Path]:
+    """Tensor name -> the file it is in."""
+    if (path / _INDEX).is_file():
+        weight_map = _read_object(path / _INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise WeightsError(f"{path / _INDEX} has no weight_map; copy the file again")
+        absent = sorted({file for file in weight_map.values() if not (path / file).is_file()})
+        if absent:
+            raise WeightsError(
+                f"{path} lacks {', '.join(absent)}, named in {_INDEX}; copy the missing files"
+            )
+        shards = {file: set(_open(path / file).keys()) for file in set(weight_map.values())}
+        moved = sorted(name for name, file in weight_map.items() if name not in shards[file])
+        if moved:
+            raise WeightsError(
+                f"{_INDEX} names tensors that their files do not hold: {listed(moved)}; copy the files again"
+            )
+        return {name: path / file for file, names in shards.items() for name in names}
+    if (path / _SAFETENSORS).is_file():
+        return dict.fromkeys(_open(path / _SAFETENSORS).keys(), path / _SAFETENSORS)
+    raise WeightsError(
+        f"{path} has neither {_SAFETENSORS} nor {_INDEX}; expected safetensors. Other kinds are converted once with "
+        "transformers: AutoModelForCausalLM.from_pretrained(dir).save_pretrained(dir)"
+    )
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safetensors.safe_open(file, framework="numpy")
+    except (safetensors.SafetensorError, OSError) as error:
+        raise WeightsError(
+            f"{file} cannot be read as safetensors ({error}); it may be cut short: copy it again"
+        ) from error
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise WeightsError(
+            f"{file.parent} has no {file.name}; expected a Hugging Face directory with config.json and safetensors"
+        ) from None
+    except ValueError as error:
+        raise WeightsError(f"{file} is not JSON ({error}); copy the file again") from error
+    if not isinstance(content, dict):
+        raise WeightsError(f"{file} holds a {type(content).__name__}; expected a JSON object")
+    return content
+
+
+def write_safetensors(
+    directory: Path,
+    tensors: Sequence[tuple[str, int, Callable[[], np.ndarray]]],
+    max_shard_bytes: int,
+) -> None:
+    """Writes tensors in order, into one file or into shards with an index.
+
+    Args:
+      directory: where to.
+      tensors: (name, size in bytes, function that gives the array), called as its file is written, so that one shard is
+        in memory at a time.
+      max_shard_bytes: a file is not larger than this, unless one tensor is.
+    """
+    shards: list[list[int]] = [[]]
+    size = 0
+    for index, (_, num_bytes, _) in enumerate(tensors):
+        if shards[-1] and size + num_bytes > max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(index)
+        size += num_bytes
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors" if shards[1:] else _SAFETENSORS
+        arrays = {tensors[i][0]: np.ascontiguousarray(tensors[i][2]()) for i in shard}
+        # transformers refuses files that do not say which framework's layout they follow.
+        save_file(arrays, directory / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(arrays, file)
+    if shards[1:]:
+        total = sum(num_bytes for _, num_bytes, _ in tensors)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def listed(items: Sequence[str], limit: int = 8) -> str:
+    """The first names of a list that may be long."""
+    more = f" and {len(items) - limit} more" if len(items) > limit else ""
+    return ", ".join(items[:limit]) + more
