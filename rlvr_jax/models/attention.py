@@ -6,6 +6,7 @@ samples of a group, and each sample's own tokens). Scores, softmax and sums are 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,7 +17,10 @@ MASKED = -1e30  # finite: a row with nothing to attend to stays finite, and its 
 
 
 class KeyValues(NamedTuple):
-    """A stretch of keys: k, v: dtype[B, K, S, H]; mask: bool[B, Q, S], true where query q may look at key s."""
+    """A stretch of keys. Rows of the batch ``B`` share their keys among ``Q`` queries each.
+
+    k, v: dtype[B, K, S, H]; mask: bool[B, Q, S], true where query q of row b may look at key s.
+    """
 
     k: jax.Array
     v: jax.Array
@@ -24,61 +28,69 @@ class KeyValues(NamedTuple):
 
 
 def grouped_query_attention(q: jax.Array, stretches: Sequence[KeyValues]) -> jax.Array:
-    """softmax(q k^T / sqrt(H)) v over the concatenation of ``stretches``.
+    """softmax(q k^T / sqrt(H)) v over the concatenation of ``stretches``, for flat queries.
 
     Args:
-      q: dtype[B, Q, N, H]; N is a multiple of the K heads of the keys.
-      stretches: at least one; all with the same B, K and H.
+      q: dtype[M, N, H]; N is a multiple of the K heads of the keys. Query b * Q + i is query i of row b of a
+        stretch; B * Q = M for every stretch, though B may differ between them.
+      stretches: at least one.
 
     Returns:
-      dtype[B, Q, N, H].
+      dtype[M, N, H].
     """
-    B, Q, N, H = q.shape
+    M, N, H = q.shape
     K = stretches[0].k.shape[1]
     R = N // K
-    grouped = q.reshape(B, Q, K, R, H).transpose(0, 2, 1, 3, 4).reshape(B, K, Q * R, H)
     scores = []
     for part in stretches:
+        B, Q, S = part.mask.shape
         score = jnp.einsum(
-            "bkqh,bksh->bkqs", grouped, part.k, preferred_element_type=jnp.float32
-        ).reshape(B, K, Q, R, -1)
-        scores.append(jnp.where(part.mask[:, None, :, None, :], score * H**-0.5, MASKED))
-    top = scores[0].max(-1)
-    for score in scores[1:]:
-        top = jnp.maximum(top, score.max(-1))
-    top = jax.lax.stop_gradient(top)[..., None]
-    total = jnp.zeros(top.shape, jnp.float32)
-    out = jnp.zeros((B, K, Q * R, H), jnp.float32)
-    for score, part in zip(scores, stretches, strict=True):
-        weight = jnp.exp(score - top)
-        total += weight.sum(-1, keepdims=True)
-        out += jnp.einsum(
-            "bkqs,bksh->bkqh",
-            weight.reshape(B, K, Q * R, -1).astype(part.v.dtype),
-            part.v,
-            preferred_element_type=jnp.float32,
+            "bqkrh,bksh->bkqrs",
+            q.reshape(B, Q, K, R, H).astype(jnp.float32),
+            part.k.astype(jnp.float32),
         )
-    out = out.reshape(B, K, Q, R, H) / total
-    return out.transpose(0, 2, 1, 3, 4).reshape(B, Q, N, H).astype(q.dtype)
+        score = jnp.where(part.mask[:, None, :, None, :], score * H**-0.5, MASKED)
+        scores.append(score)  # [B, K, Q, R, S]
+    flat = [_to_flat(score.max(-1)) for score in scores]
+    top = jax.lax.stop_gradient(functools.reduce(jnp.maximum, flat))  # [M, K, R]
+    out = jnp.zeros((M, K, R, H + 1), jnp.float32)
+    for score, part in zip(scores, stretches, strict=True):
+        B, Q, S = part.mask.shape
+        weight = jnp.exp(score - top.reshape(B, Q, K, R).swapaxes(1, 2)[..., None])
+        # The sum of the weights rides along as one more value: a dot adds in the order of the keys, so zeros between
+        # them change no bit, while the order of a reduction depends on where in the row the keys lie.
+        values = jnp.concatenate([part.v, jnp.ones_like(part.v[..., :1])], -1)
+        out += jnp.einsum(
+            "bkqrs,bksh->bqkrh",
+            weight,
+            values.astype(jnp.float32),
+        ).reshape(M, K, R, H + 1)
+    return (out[..., :H] / out[..., H:]).reshape(M, N, H).astype(q.dtype)
 
 
-def row_mask(segment_ids: jax.Array, prefix_ids: jax.Array) -> jax.Array:
+def _to_flat(x: jax.Array) -> jax.Array:
+    """[B, K, Q, R] -> [B * Q, K, R]."""
+    B, K, Q, R = x.shape
+    return x.swapaxes(1, 2).reshape(B * Q, K, R)
+
+
+def row_masks(segment_ids: jax.Array, prefix_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Who sees whom in packed rows of token trees.
 
-    A token sees the tokens before it in its own segment and all of the segment it continues.
+    A token sees all of the segment it continues, and the tokens up to itself in its own segment.
 
     Args:
       segment_ids, prefix_ids: int32[B, T] as in ``TrainBatch``.
 
     Returns:
-      bool[B, T, T], indexed [row, query, key].
+      (prefix, own): bool[B, T, T] each, indexed [row, query, key]; they do not overlap.
     """
     T = segment_ids.shape[1]
     causal = jnp.tril(jnp.ones((T, T), bool))[None]
-    query, key = segment_ids[:, :, None], segment_ids[:, None, :]
-    same = (query == key) & (query > 0)
-    prefix = (prefix_ids[:, :, None] == key) & (prefix_ids[:, :, None] > 0)
-    return causal & (same | prefix)
+    key = segment_ids[:, None, :]
+    own = (segment_ids[:, :, None] == key) & (key > 0) & causal
+    prefix = (prefix_ids[:, :, None] == key) & (key > 0)
+    return prefix, own
 
 
 def rotary(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
@@ -94,3 +106,12 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     cos, sin = cos[:, None, :], sin[:, None, :]
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x.dtype)
+
+
+def key_bucket(length: int) -> int:
+    """Smallest odd multiple of 16 that is at least ``length``: how many keys any stretch should have.
+
+    XLA:CPU picks another dot kernel, with another order of addition, when the number of keys is a multiple of 32. With
+    odd multiples of 16 everywhere the sampler and the trainer agree bit for bit (tests/training/test_parity.py).
+    """
+    return -(-max(length - 16, 0) // 32) * 32 + 16

@@ -23,12 +23,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from rlvr_jax.distributed.sharding import constrain
 from rlvr_jax.models.attention import (
     KeyValues,
     grouped_query_attention,
     rotary,
     rotate,
-    row_mask,
+    row_masks,
 )
 from rlvr_jax.models.config import ModelConfig
 
@@ -129,8 +130,8 @@ class Layer(nnx.Module):
         self, x: jax.Array, rope: tuple[jax.Array, jax.Array], attend: Attend, cache: Any
     ) -> tuple[jax.Array, Any]:
         attended, cache = self.attn(self.attn_norm(x), rope, attend, cache)
-        x = x + attended
-        return x + self.mlp(self.mlp_norm(x)), cache
+        x = constrain(x + attended, "rows", None)
+        return constrain(x + self.mlp(self.mlp_norm(x)), "rows", None), cache
 
 
 class Embed(nnx.Module):
@@ -197,7 +198,7 @@ class Decoder(nnx.Module):
 
         if remat != "none":
             body = jax.checkpoint(body, policy=REMAT_POLICIES[remat], prevent_cse=False)
-        x = self.embed.embedding[...].astype(dtype)[tokens]
+        x = constrain(self.embed.embedding[...].astype(dtype)[tokens], "rows", None)
         x, caches = jax.lax.scan(body, x, (stacked, caches))
         return self.final_norm(x), caches
 
@@ -213,7 +214,7 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, list[Any]]:
         """The same maths with ``layers`` from ``unstack``, one after another, for decoding."""
         rope = rotary(positions, self.config.head_dim, self.config.rope_theta)
-        x = self.embed.embedding[...].astype(dtype)[tokens]
+        x = constrain(self.embed.embedding[...].astype(dtype)[tokens], "rows", None)
         new_caches = []
         for layer, cache in zip(layers, caches, strict=True):
             x, cache = layer(x, rope, attend, cache)
@@ -221,22 +222,30 @@ class Decoder(nnx.Module):
         return self.final_norm(x), new_caches
 
     def unstack(self, dtype: Any) -> list[Layer]:
-        """The layers one by one, kernels cast to ``dtype``: one copy, made once per program."""
-        graphdef, stacked = nnx.split(self.layers)
+        """The layers one by one, kernels cast to ``dtype`` and gathered over fsdp: one copy, made once a program."""
+        graphdef, state = nnx.split(self.layers)
+        stacked = nnx.to_pure_dict(state)
 
-        def pick(index: int) -> Layer:
-            state = jax.tree.map(lambda p: p[index] if p.ndim == 2 else p[index].astype(dtype), stacked)
-            return nnx.merge(graphdef, state)
+        def pick(path: Any, param: jax.Array, index: int) -> jax.Array:
+            axes = PARAM_AXES["/".join(["layers", *(str(key.key) for key in path)])][1:]
+            kernel = param[index] if param.ndim == 2 else param[index].astype(dtype)
+            return constrain(kernel, *(None if axis == "embed" else axis for axis in axes))
 
-        return [pick(index) for index in range(self.config.num_layers)]
+        return [
+            nnx.merge(
+                graphdef,
+                nnx.State(
+                    jax.tree_util.tree_map_with_path(functools.partial(pick, index=index), stacked)
+                ),
+            )
+            for index in range(self.config.num_layers)
+        ]
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """float32[N, V] from dtype[N, D]; the head is float32 in every compute dtype."""
         wide = hidden.astype(jnp.float32)
         if self.config.tie_embeddings:
-            return jax.lax.dot_general(
-                wide, self.embed.embedding[...], (((1,), (1,)), ((), ()))
-            )
+            return jax.lax.dot_general(wide, self.embed.embedding[...], (((1,), (1,)), ((), ())))
         return jnp.dot(wide, self.head.kernel[...])
 
 
@@ -261,15 +270,20 @@ def abstract_params(config: ModelConfig) -> Params:
 
 
 def attend_rows(segment_ids: jax.Array, prefix_ids: jax.Array) -> Attend:
-    """``attend`` for packed rows; the flat tokens are those of int32[B, T] row by row. Keeps no cache."""
-    mask = row_mask(segment_ids, prefix_ids)
-    B, T = segment_ids.shape
+    """``attend`` for packed rows; the flat tokens are those of int32[B, T] row by row. Keeps no cache.
+
+    Prefix and own tokens are two stretches, as in the sampler, so that both add up in the same order.
+    """
+    masks = row_masks(segment_ids, prefix_ids)
+    B = segment_ids.shape[0]
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
-        def rows(x: jax.Array) -> jax.Array:
-            return x.reshape(B, T, *x.shape[1:])
-
-        keys = KeyValues(rows(k).swapaxes(1, 2), rows(v).swapaxes(1, 2), mask)
-        return grouped_query_attention(rows(q), [keys]).reshape(q.shape), cache
+        k, v = by_head(k, B), by_head(v, B)
+        return grouped_query_attention(q, [KeyValues(k, v, mask) for mask in masks]), cache
 
     return attend
+
+
+def by_head(x: jax.Array, num_rows: int) -> jax.Array:
+    """dtype[B * S, K, H] -> dtype[B, K, S, H], the layout of keys and values."""
+    return x.reshape(num_rows, -1, *x.shape[1:]).swapaxes(1, 2)

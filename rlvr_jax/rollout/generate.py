@@ -1,0 +1,162 @@
+"""The sampler as one pure function: prefill each prompt once, then decode its G samples together.
+
+A prompt's keys and values are computed once and shared by its samples: every decode step attends to two stretches,
+the prompt's (one per group) and the sample's own. All samples of a call are at the same response index, so their cache
+is written with one slice and never shifted.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from rlvr_jax.distributed.sharding import constrain
+from rlvr_jax.models.attention import KeyValues, grouped_query_attention, row_masks
+from rlvr_jax.models.config import ModelConfig
+from rlvr_jax.models.decoder import Params, bind, by_head
+from rlvr_jax.models.policy_head import LogitTransform, transform_logits
+from rlvr_jax.rollout.sampling import draw, sample_keys, uniforms
+
+
+class Rollout(NamedTuple):
+    """Samples of one call, as arrays.
+
+    tokens: int32[P, G, R], zero past the end; logprobs: float32[P, G, R], nats, zero past the end;
+    lengths: int32[P, G], sampled tokens, the stop id included; stopped: bool[P, G], ended on a stop id.
+    """
+
+    tokens: jax.Array
+    logprobs: jax.Array
+    lengths: jax.Array
+    stopped: jax.Array
+
+
+def generate(
+    params: Params,
+    prompts: jax.Array,
+    prompt_lengths: jax.Array,
+    request_ids: jax.Array,
+    seed: jax.Array,
+    *,
+    config: ModelConfig,
+    num_samples: int,
+    max_tokens: int,
+    transform: LogitTransform,
+    stop_token_ids: tuple[int, ...],
+    dtype: Any = jnp.float32,
+) -> Rollout:
+    """Samples ``num_samples`` continuations of every prompt.
+
+    Args:
+      params: the decoder's.
+      prompts: int32[P, S], right-padded (the ids under padding change nothing).
+      prompt_lengths: int32[P]; 0 marks a row that only fills the batch.
+      request_ids: uint32[P].
+      seed: uint32[].
+      max_tokens: R, at most this many tokens a sample.
+      stop_token_ids: ids that end a sample.
+      dtype: of activations and cache.
+    """
+    P, S = prompts.shape
+    G, R = num_samples, max_tokens
+    M = P * G
+    greedy = transform.temperature == 0
+    model = bind(config, params)
+    keys = sample_keys(seed, request_ids, G)
+    lengths = jnp.repeat(prompt_lengths, G)
+    stops = jnp.asarray(stop_token_ids, jnp.int32)
+
+    # Prefill: one row a prompt.
+    columns = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (P, S))
+    inside = (columns < prompt_lengths[:, None]).astype(jnp.int32)
+    masks = row_masks(inside, jnp.zeros_like(inside))
+
+    def attend_prompt(q: jax.Array, k: jax.Array, v: jax.Array, _: Any) -> tuple[jax.Array, Any]:
+        k, v = by_head(k, P), by_head(v, P)
+        return grouped_query_attention(q, [KeyValues(k, v, mask) for mask in masks]), (k, v)
+
+    hidden, prompt_caches = model(
+        prompts.reshape(-1), columns.reshape(-1), attend_prompt, dtype=dtype
+    )
+    last = jnp.maximum(prompt_lengths - 1, 0)
+    hidden = jnp.take_along_axis(hidden.reshape(P, S, -1), last[:, None, None], axis=1)[:, 0]
+    hidden = constrain(jnp.repeat(hidden, G, axis=0), "rows", None)
+
+    def next_tokens(hidden: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits = transform_logits(model.logits(hidden), transform)
+        return draw(logits, uniforms(keys, lengths + index), greedy=greedy)
+
+    def is_stop(tokens: jax.Array) -> jax.Array:
+        return (tokens[:, None] == stops[None, :]).any(-1)
+
+    # Decode. The layers are unrolled; their weights are sliced and cast once, here, outside the loop.
+    layers = model.unstack(dtype)
+    prompt_mask = jnp.broadcast_to(inside.astype(bool)[:, None, :], (P, G, S))
+    prompt_keys = [
+        KeyValues(prompt_caches[0][i], prompt_caches[1][i], prompt_mask)
+        for i in range(config.num_layers)
+    ]
+    empty = jnp.zeros((M, config.num_kv_heads, R, config.head_dim), dtype)
+
+    def step(carry: dict[str, Any]) -> dict[str, Any]:
+        index = carry["index"]
+        own_mask = jnp.broadcast_to((jnp.arange(R) < index)[None, None, :], (M, 1, R))
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+            prompt, (cache_k, cache_v) = cache
+            cache_k = jax.lax.dynamic_update_slice_in_dim(cache_k, k[:, :, None], index - 1, 2)
+            cache_v = jax.lax.dynamic_update_slice_in_dim(cache_v, v[:, :, None], index - 1, 2)
+            own = KeyValues(cache_k, cache_v, own_mask)
+            return grouped_query_attention(q, [prompt, own]), (cache_k, cache_v)
+
+        last_tokens = jax.lax.dynamic_index_in_dim(carry["tokens"], index - 1, 1, keepdims=False)
+        caches = list(zip(prompt_keys, carry["caches"], strict=True))
+        hidden, caches = model.unrolled(
+            layers, last_tokens, lengths + index - 1, attend, caches, dtype=dtype
+        )
+        tokens, logprobs = next_tokens(hidden, index)
+        return _record(carry, tokens, logprobs, is_stop(tokens), caches)
+
+    tokens, logprobs = next_tokens(hidden, jnp.int32(0))
+    start = {
+        "index": jnp.int32(0),
+        "tokens": jnp.zeros((M, R), jnp.int32),
+        "logprobs": jnp.zeros((M, R), jnp.float32),
+        "lengths": jnp.zeros((M,), jnp.int32),
+        "done": lengths == 0,
+        "stopped": jnp.zeros((M,), bool),
+        "caches": [(empty, empty)] * config.num_layers,
+    }
+    carry = _record(start, tokens, logprobs, is_stop(tokens), start["caches"])
+    carry = jax.lax.while_loop(
+        lambda c: (c["index"] < R) & ~c["done"].all(), step, carry
+    )
+    return Rollout(
+        tokens=carry["tokens"].reshape(P, G, R),
+        logprobs=carry["logprobs"].reshape(P, G, R),
+        lengths=carry["lengths"].reshape(P, G),
+        stopped=carry["stopped"].reshape(P, G),
+    )
+
+
+def _record(
+    carry: dict[str, Any], tokens: jax.Array, logprobs: jax.Array, stop: jax.Array, caches: Any
+) -> dict[str, Any]:
+    """Writes one token of every live sample at response index ``carry['index']``."""
+    live, index = ~carry["done"], carry["index"]
+
+    def put(buffer: jax.Array, value: jax.Array) -> jax.Array:
+        value = jnp.where(live, value, jnp.zeros_like(value))
+        return jax.lax.dynamic_update_slice_in_dim(buffer, value[:, None], index, 1)
+
+    return {
+        "index": index + 1,
+        "tokens": put(carry["tokens"], tokens),
+        "logprobs": put(carry["logprobs"], logprobs),
+        "lengths": carry["lengths"] + live,
+        "done": carry["done"] | stop,
+        "stopped": carry["stopped"] | (stop & live),
+        "caches": caches,
+    }
