@@ -69,6 +69,7 @@ make_venv() {
     fi
     say "creating .venv with Python $version"
     "$PYTHON" -m venv --clear .venv || die "could not create .venv"
+    .venv/bin/python -m pip install --quiet --upgrade pip || die "could not update pip in .venv"
 }
 
 # reasoning-gym needs pycosat, which has no wheels: a C compiler and Python's headers.

@@ -33,7 +33,9 @@ def test_a_name_registered_twice_raises_and_keeps_the_first(colours):
 
 
 def test_an_unknown_name_lists_the_nearest_and_the_known(colours):
-    with pytest.raises(ValueError, match=r"unknown colour 'gren'.*did you mean 'green'.*green, red"):
+    with pytest.raises(
+        ValueError, match=r"unknown colour 'gren'.*did you mean 'green'.*green, red"
+    ):
         colours.get("gren")
 
 
