@@ -8,12 +8,14 @@ fresh sample is 1 whatever the sampling settings.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from rlvr_jax.models.attention import MASKED
-from rlvr_jax.models.decoder import Decoder
+from rlvr_jax.models.config import ModelConfig
+from rlvr_jax.models.decoder import Decoder, Params, attend_rows, bind
 from rlvr_jax.types import SamplingParams, TrainBatch
 
 BLOCK = 256  # tokens of a block: about sqrt(V), so that sums over the vocabulary are two short ones
@@ -76,6 +78,28 @@ def transform_logits(
     if keep is not None:
         allowed |= jax.nn.one_hot(keep, logits.shape[-1], dtype=bool)
     return jnp.where(allowed, logits, MASKED)
+
+
+def batch_logprobs(
+    config: ModelConfig,
+    params: Params,
+    batch: TrainBatch,
+    *,
+    transform: LogitTransform,
+    num_targets: int,
+    dtype: Any = jnp.float32,
+    remat: str = "none",
+) -> tuple[jax.Array, jax.Array]:
+    """(logprobs, entropy), float32[B, T], nats, of every trained token of a batch; see ``target_logprobs``."""
+    model = bind(config, params)
+    hidden, _ = model(
+        batch.tokens.reshape(-1),
+        batch.positions.reshape(-1),
+        attend_rows(batch.segment_ids, batch.prefix_ids),
+        dtype=dtype,
+        remat=remat,
+    )
+    return target_logprobs(model, hidden, batch, transform=transform, num_targets=num_targets)
 
 
 def target_logprobs(

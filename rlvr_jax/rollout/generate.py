@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from rlvr_jax.distributed.sharding import constrain
-from rlvr_jax.models.attention import KeyValues, grouped_query_attention, row_masks
+from rlvr_jax.models.attention import KeyValues, grouped_query_attention, key_bucket, row_masks
 from rlvr_jax.models.config import ModelConfig
 from rlvr_jax.models.decoder import Params, bind, by_head
 from rlvr_jax.models.policy_head import LogitTransform, transform_logits
@@ -51,16 +51,16 @@ def generate(
 
     Args:
       params: the decoder's.
-      prompts: int32[P, S], right-padded (the ids under padding change nothing).
+      prompts: int32[P, S], right-padded (the ids under padding change nothing); S should be a ``key_bucket``.
       prompt_lengths: int32[P]; 0 marks a row that only fills the batch.
       request_ids: uint32[P].
       seed: uint32[].
-      max_tokens: R, at most this many tokens a sample.
+      max_tokens: R, the most tokens a sample may have.
       stop_token_ids: ids that end a sample.
       dtype: of activations and cache.
     """
     P, S = prompts.shape
-    G, R = num_samples, max_tokens
+    G, R = num_samples, key_bucket(max_tokens)
     M = P * G
     greedy = transform.temperature == 0
     model = bind(config, params)
@@ -131,11 +131,11 @@ def generate(
     }
     carry = _record(start, tokens, logprobs, is_stop(tokens), start["caches"])
     carry = jax.lax.while_loop(
-        lambda c: (c["index"] < R) & ~c["done"].all(), step, carry
+        lambda c: (c["index"] < max_tokens) & ~c["done"].all(), step, carry
     )
     return Rollout(
-        tokens=carry["tokens"].reshape(P, G, R),
-        logprobs=carry["logprobs"].reshape(P, G, R),
+        tokens=carry["tokens"].reshape(P, G, R)[:, :, :max_tokens],
+        logprobs=carry["logprobs"].reshape(P, G, R)[:, :, :max_tokens],
         lengths=carry["lengths"].reshape(P, G),
         stopped=carry["stopped"].reshape(P, G),
     )

@@ -1,0 +1,202 @@
+"""The engine: a ``Sampler`` over the policy's own arrays, on the policy's own mesh.
+
+Host side of ``generate``: pads prompts to length buckets, fills the batch to a bucket of rows, and turns arrays into
+``Completion`` objects. It keeps no copy of the weights: ``load_params`` takes the trainer's arrays as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlvr_jax.distributed.mesh import num_row_shards
+from rlvr_jax.distributed.sharding import replicated, row_sharding
+from rlvr_jax.models.attention import key_bucket
+from rlvr_jax.models.config import ModelConfig
+from rlvr_jax.models.decoder import STRICT, Params
+from rlvr_jax.models.policy_head import LogitTransform
+from rlvr_jax.rollout.generate import Rollout, generate
+from rlvr_jax.types import Completion, SamplingParams
+
+# XLA:CPU adds up a float32 dot of up to 32 rows in another order than one of more; the trainer always has more.
+MIN_ROWS = 40
+
+
+class Engine:
+    """Samples from the policy.
+
+    Args:
+      config: of the decoder.
+      params: its parameters, on ``mesh``.
+      mesh: rows are spread over its ``data`` and ``fsdp`` axes.
+      dtype: of activations and cache; the trainer's, or log-probabilities differ.
+      max_rows: samples decoded together; more prompts than fit are done one batch after another.
+      decode: ids to text, needed for stop strings only.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: Params,
+        *,
+        mesh: jax.sharding.Mesh,
+        dtype: Any = jnp.float32,
+        max_rows: int = 256,
+        decode: Callable[[Sequence[int]], str] | None = None,
+        policy_version: int = 0,
+    ) -> None:
+        self.config, self.mesh, self.max_rows = config, mesh, max_rows
+        self._decode = decode
+        rows = row_sharding(mesh)
+        self._generate = jax.jit(
+            functools.partial(generate, config=config, dtype=jnp.dtype(dtype)),
+            static_argnames=("num_samples", "max_tokens", "transform", "stop_token_ids"),
+            out_shardings=Rollout(rows, rows, rows, rows),
+            compiler_options=STRICT,
+        )
+        self.load_params(params, policy_version=policy_version)
+
+    def load_params(self, params: Params, *, policy_version: int) -> None:
+        """Samples from ``params`` from now on. No copy: the arrays must stay alive until the next call."""
+        self._params, self.policy_version = params, policy_version
+
+    @property
+    def num_compiles(self) -> int:
+        """How many shapes were compiled so far."""
+        return self._generate._cache_size()
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        params: SamplingParams,
+        num_samples: int,
+        request_ids: Sequence[int],
+    ) -> list[list[Completion]]:
+        """See ``Sampler.sample``.
+
+        Raises:
+          ValueError: an empty prompt, a prompt that leaves no room for ``max_tokens`` in the context, a token outside
+            the vocabulary, stop strings without ``decode``.
+        """
+        self._check(prompts, params, num_samples, request_ids)
+        shards = num_row_shards(self.mesh)
+        per_call = max(1, self.max_rows // num_samples // shards) * shards
+        pending = [
+            self._dispatch(
+                prompts[start : start + per_call],
+                request_ids[start : start + per_call],
+                params,
+                num_samples,
+            )
+            for start in range(0, len(prompts), per_call)
+        ]
+        found: list[list[Completion]] = []
+        for rollout, count in pending:  # the device works on the next one meanwhile
+            arrays = jax.device_get(rollout)
+            found.extend(self._completions(arrays, index, params) for index in range(count))
+        return found
+
+    def _dispatch(
+        self,
+        prompts: Sequence[Sequence[int]],
+        request_ids: Sequence[int],
+        params: SamplingParams,
+        num_samples: int,
+    ) -> tuple[Rollout, int]:
+        """Starts one batch; returns its arrays (still being computed) and how many of its rows are real."""
+        shards = num_row_shards(self.mesh)
+        least = -(-MIN_ROWS // num_samples)
+        rows = shards
+        while rows < max(len(prompts), least):
+            rows *= 2
+        width = key_bucket(max(map(len, prompts)))
+        tokens = np.zeros((rows, width), np.int32)
+        lengths = np.zeros((rows,), np.int32)
+        ids = np.zeros((rows,), np.uint32)
+        for row, (prompt, request_id) in enumerate(zip(prompts, request_ids, strict=True)):
+            tokens[row, : len(prompt)] = prompt
+            lengths[row], ids[row] = len(prompt), request_id
+        sharding = row_sharding(self.mesh)
+        arguments = jax.device_put((tokens, lengths, ids), (sharding,) * 3)
+        seed = jax.device_put(np.uint32(params.seed), replicated(self.mesh))
+        with jax.set_mesh(self.mesh):
+            rollout = self._generate(
+                self._params,
+                *arguments,
+                seed,
+                num_samples=num_samples,
+                max_tokens=params.max_tokens,
+                transform=LogitTransform.of(params),
+                stop_token_ids=tuple(params.stop_token_ids),
+            )
+        return rollout, len(prompts)
+
+    def _completions(
+        self, rollout: Rollout, row: int, params: SamplingParams
+    ) -> list[Completion]:
+        completions = []
+        for tokens, logprobs, length, stopped in zip(
+            rollout.tokens[row],
+            rollout.logprobs[row],
+            rollout.lengths[row],
+            rollout.stopped[row],
+            strict=True,
+        ):
+            end, stopped = int(length), bool(stopped)
+            if params.stop:
+                cut = self._end_of_stop_string(tokens[:end], params.stop)
+                end, stopped = (cut, True) if cut is not None else (end, stopped)
+            completions.append(
+                Completion(
+                    tokens=tokens[:end].copy(),
+                    logprobs=logprobs[:end].copy(),
+                    stop_reason="stop" if stopped else "length",
+                    policy_version=self.policy_version,
+                )
+            )
+        return completions
+
+    def _end_of_stop_string(self, tokens: np.ndarray, stop: Sequence[str]) -> int | None:
+        """How many tokens it takes until the text holds a stop string, across token boundaries; None if it never does."""
+        assert self._decode is not None  # _check saw to it
+
+        def holds(count: int) -> bool:
+            text = self._decode(tokens[:count].tolist())
+            return any(string in text for string in stop)
+
+        if not holds(len(tokens)):
+            return None
+        return next(count for count in range(1, len(tokens) + 1) if holds(count))
+
+    def _check(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        num_samples: int,
+        request_ids: Sequence[int],
+    ) -> None:
+        if len(prompts) != len(request_ids):
+            raise ValueError(f"{len(prompts)} prompts but {len(request_ids)} request_ids; give one each")
+        if num_samples < 1:
+            raise ValueError(f"num_samples is {num_samples}; expected at least 1")
+        if params.stop and self._decode is None:
+            raise ValueError("stop strings need Engine(decode=...); use stop_token_ids, or pass it")
+        for index, prompt in enumerate(prompts):
+            if not len(prompt):
+                raise ValueError(f"prompt {index} is empty; expected at least one token")
+            if len(prompt) + params.max_tokens > self.config.max_length:
+                raise ValueError(
+                    f"prompt {index} has {len(prompt)} tokens; with max_tokens={params.max_tokens} that is past the "
+                    f"model's context of {self.config.max_length}: shorten the prompt or lower max_tokens"
+                )
+            if min(prompt) < 0 or max(prompt) >= self.config.vocab_size:
+                raise ValueError(
+                    f"prompt {index} has a token outside the vocabulary of {self.config.vocab_size}; "
+                    "is the tokenizer that of this model?"
+                )

@@ -1,0 +1,153 @@
+"""The train state: made, placed on the mesh, described for a restore. And the optimizer, from plain numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from rlvr_jax.distributed.sharding import param_shardings, replicated, shardings_like
+from rlvr_jax.models.config import ModelConfig
+from rlvr_jax.models.decoder import PARAM_AXES, Params, abstract_params
+from rlvr_jax.types import TrainState
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW with clipping by global norm.
+
+    Attributes:
+      learning_rate: peak.
+      schedule: after warm-up, ``constant``, ``linear`` or ``cosine`` down to ``final_fraction`` of the peak.
+      warmup_steps: of linear growth from 0; step 0 already moves by 1 / (warmup_steps + 1) of the peak.
+      num_steps: at which the schedule ends.
+      grad_clip: largest global norm of the gradient; 0 turns clipping off.
+    """
+
+    learning_rate: float
+    num_steps: int
+    schedule: str = "constant"
+    warmup_steps: int = 0
+    final_fraction: float = 0.1
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    grad_clip: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.schedule not in ("constant", "linear", "cosine"):
+            raise ValueError(
+                f"optimizer.schedule is {self.schedule!r}; expected constant, linear or cosine"
+            )
+        for name in ("learning_rate", "warmup_steps", "weight_decay", "grad_clip"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"optimizer.{name} is {getattr(self, name)}; expected >= 0")
+
+
+def learning_rate_schedule(config: OptimizerConfig) -> optax.Schedule:
+    """Learning rate at update ``count``."""
+    peak, warmup = config.learning_rate, config.warmup_steps
+    rest = max(config.num_steps - warmup, 1)
+    if config.schedule == "constant":
+        after = optax.constant_schedule(peak)
+    elif config.schedule == "linear":
+        after = optax.linear_schedule(peak, peak * config.final_fraction, rest)
+    else:
+        after = optax.cosine_decay_schedule(peak, rest, alpha=config.final_fraction)
+    if not warmup:
+        return after
+    ramp = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
+    return optax.join_schedules([ramp, after], [warmup])
+
+
+def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
+    """AdamW (Loshchilov & Hutter 2019); norms and biases (arrays of rank 1 a layer) do not decay."""
+
+    def decays(params: Params) -> Any:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: path[-1].key != "scale", params
+        )
+
+    adam = optax.adamw(
+        learning_rate_schedule(config),
+        b1=config.b1,
+        b2=config.b2,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        mask=decays,
+    )
+    if not config.grad_clip:
+        return adam
+    return optax.chain(optax.clip_by_global_norm(config.grad_clip), adam)
+
+
+def check_mesh(config: ModelConfig, mesh: jax.sharding.Mesh) -> None:
+    """Raises ValueError when the tensor axis would cut a head in two."""
+    tensor = mesh.shape["tensor"]
+    if config.num_kv_heads % tensor:
+        raise ValueError(
+            f"num_kv_heads ({config.num_kv_heads}) must be divisible by the tensor axis ({tensor}); "
+            "change config.mesh.tensor"
+        )
+
+
+def state_shardings(
+    config: ModelConfig, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh
+) -> TrainState:
+    """A TrainState of NamedShardings; raises ValueError with the numbers when the model does not divide."""
+    check_mesh(config, mesh)
+    params = abstract_params(config)
+    shardings = param_shardings(mesh, params, PARAM_AXES)
+    opt_state = jax.eval_shape(optimizer.init, params)
+    return TrainState(
+        step=replicated(mesh),
+        params=shardings,
+        opt_state=shardings_like(mesh, opt_state, params, shardings),
+        key=replicated(mesh),
+    )
+
+
+def abstract_state(
+    config: ModelConfig, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh
+) -> TrainState:
+    """Shapes, dtypes and shardings of the state, for a restore."""
+    params = abstract_params(config)
+    shapes = TrainState(
+        step=jax.ShapeDtypeStruct((), jnp.int32),
+        params=params,
+        opt_state=jax.eval_shape(optimizer.init, params),
+        key=jax.ShapeDtypeStruct((2,), jnp.uint32),
+    )
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        state_shardings(config, optimizer, mesh),
+    )
+
+
+def init_state(
+    config: ModelConfig,
+    params: Params,
+    optimizer: optax.GradientTransformation,
+    mesh: jax.sharding.Mesh,
+    *,
+    seed: int,
+) -> TrainState:
+    """The state before the first update.
+
+    Args:
+      params: NumPy or JAX arrays of the decoder's layout; copied, so that donating the state leaves them alone.
+    """
+    shardings = state_shardings(config, optimizer, mesh)
+    placed = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=shardings.params)(
+        jax.device_put(params, shardings.params)
+    )
+    opt_state = jax.jit(optimizer.init, out_shardings=shardings.opt_state)(placed)
+    step = jax.device_put(np.int32(0), shardings.step)
+    key = jax.device_put(np.asarray(jax.random.key_data(jax.random.key(seed))), shardings.key)
+    return TrainState(step=step, params=placed, opt_state=opt_state, key=key)
