@@ -82,6 +82,7 @@ class Checkpointer:
         self._committer = concurrent.futures.ThreadPoolExecutor(1, "checkpoint-commit")
         self._pending: concurrent.futures.Future[None] | None = None
         self._damaged: set[int] = set()
+        self._last_saved: int | None = None
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -109,7 +110,7 @@ class Checkpointer:
         host: Mapping[str, JSON],
         blobs: Mapping[str, bytes] | None = None,
     ) -> None:
-        """Starts a checkpoint; waits for the one before. A step that is committed already is left as it is.
+        """Starts a checkpoint, once the one before is done; a step committed already is left as is.
 
         Args:
           step: number of updates done, >= 0.
@@ -118,7 +119,8 @@ class Checkpointer:
           blobs: file name -> content, for what is not JSON (groups in flight).
 
         Raises:
-          CheckpointError: this save could not be started, or the one before failed (then this one was not started).
+          CheckpointError: this save could not be started, or the one before failed (and this one
+            was not started).
           TypeError: ``host`` would not come back from JSON as it is.
           ValueError: a blob's name is not a plain file name.
         """
@@ -131,7 +133,8 @@ class Checkpointer:
                 )
             files[f"blobs/{name}"] = bytes(content)
         path = self._path(step)
-        if step in self.steps() and step not in self._damaged:
+        # Process 0 may still be writing the manifest of the last save: the others know of it by this.
+        if step == self._last_saved or (step in self.steps() and step not in self._damaged):
             logger.info("checkpoint %s exists already; it is kept", path)
             return
         arrays = _describe(state)
@@ -142,6 +145,7 @@ class Checkpointer:
                 path.rmtree(missing_ok=True)  # what a killed run or a damaged disk left there
                 path.mkdir(parents=True)
             self._orbax.save(path / "state", state)
+        self._last_saved = step
         self._pending = self._committer.submit(self._commit, step, files, arrays, num_bytes)
 
     def wait(self) -> None:
@@ -161,11 +165,13 @@ class Checkpointer:
     def restore(self, abstract_state: Any) -> Restored | None:
         """Loads the newest healthy checkpoint, or returns None if no save was ever finished here.
 
-        Half-written and damaged checkpoints are skipped with one warning that says what, why, and which is used.
+        Half-written and damaged checkpoints are skipped with one warning that says what, why, and
+        which is used.
 
         Args:
-          abstract_state: the state's pytree with ``jax.ShapeDtypeStruct`` (or arrays) as leaves. Their shardings are
-            what the arrays come back with, whatever mesh wrote them; a leaf without one goes to the first local device.
+          abstract_state: the state's pytree with ``jax.ShapeDtypeStruct`` (or arrays) as leaves.
+            Their shardings are what the arrays come back with, whatever mesh wrote them; a leaf
+            without one goes to the first local device.
 
         Raises:
           CheckpointError: it holds arrays of another model, or every committed checkpoint is damaged.
@@ -245,6 +251,7 @@ class Checkpointer:
             yield
         except (OSError, RuntimeError, ValueError) as error:
             # On a full disk TensorStore raises ValueError, the file system OSError.
+            self._last_saved = None
             path = self._path(step)
             free = ""
             with contextlib.suppress(OSError):

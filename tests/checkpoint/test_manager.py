@@ -6,6 +6,7 @@ import os
 import random
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ from rlvr_jax.checkpoint.manager import Checkpointer
 from rlvr_jax.errors import CheckpointError
 from rlvr_jax.types import TrainState
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 
 
@@ -345,7 +347,7 @@ def test_killed_at_any_moment_the_last_committed_checkpoint_is_whole(tmp_path):
             [sys.executable, "-c", KILLED, os.fspath(tmp_path)],
             stdout=subprocess.PIPE,
             text=True,
-            cwd=Path(__file__).parents[2],
+            cwd=REPOSITORY,
             env={**os.environ, "JAX_PLATFORMS": "cpu"},
         )
         assert process.stdout is not None
@@ -363,3 +365,61 @@ def test_killed_at_any_moment_the_last_committed_checkpoint_is_whole(tmp_path):
     assert restored is not None and restored.step >= committed
     assert (np.asarray(restored.state["x"]) == restored.step).all()
     assert restored.host == {"at": restored.step} and restored.blobs == {"b": bytes(restored.step)}
+
+
+TWO_PROCESSES = """
+import sys
+import jax, jax.numpy as jnp
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+index, port, directory = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+jax.distributed.initialize(f"localhost:{port}", 2, index)
+from rlvr_jax.checkpoint.manager import Checkpointer
+mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+sharding = NamedSharding(mesh, PartitionSpec("data"))
+state = lambda value: {"x": jax.jit(lambda: jnp.arange(64.0) + value, out_shardings=sharding)()}
+wanted = {"x": jax.ShapeDtypeStruct((64,), jnp.float32, sharding=sharding)}
+with Checkpointer(directory) as checkpointer:
+    for step in (1, 2):
+        checkpointer.save(step, state(step), {"at": step})
+multihost_utils.sync_global_devices("saved")
+if index == 0:
+    open(f"{directory}/step_2/host.json", "a").write("x")
+multihost_utils.sync_global_devices("damaged")
+with Checkpointer(directory) as checkpointer:
+    restored = checkpointer.restore(wanted)
+    local = [float(shard.data[0]) for shard in restored.state["x"].addressable_shards]
+    print(restored.step, restored.host["at"], local, flush=True)
+    checkpointer.save(2, state(5), {"at": 5})
+    checkpointer.save(2, state(6), {"at": 6})  # the same step again: all agree to keep the first
+multihost_utils.sync_global_devices("saved again")
+with Checkpointer(directory) as checkpointer:
+    restored = checkpointer.restore(wanted)
+    print(restored.step, restored.host["at"], flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_save_together_and_agree_on_what_to_restore(tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", TWO_PROCESSES, str(index), port, os.fspath(tmp_path)],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=REPOSITORY,
+            env=environment,
+        )
+        for index in range(2)
+    ]
+    lines = [process.communicate(timeout=120)[0].splitlines() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    lines = [[line for line in of_one if not line.startswith("[Gloo]")] for of_one in lines]
+    assert lines == [["1 1 [1.0, 17.0]", "2 5"], ["1 1 [33.0, 49.0]", "2 5"]]
