@@ -75,7 +75,13 @@ class GgufFile:
     def read(self, name: str, tensor: Tensor) -> np.ndarray:
         """float32, dequantised, rows in Hugging Face's order."""
         entry = self._tensors[name]
-        weight = self._dequantize(entry.data, entry.tensor_type).reshape(self.shape(name))
+        try:
+            weight = self._dequantize(entry.data, entry.tensor_type).reshape(self.shape(name))
+        except NotImplementedError as error:
+            raise WeightsError(
+                f"tensor {name} has type {entry.tensor_type.name}, which the gguf package cannot dequantise; "
+                "use a file of another quantisation, such as Q8_0"
+            ) from error
         if tensor.rotary_heads is None:
             return weight
         heads = getattr(self._config, tensor.rotary_heads)

@@ -126,6 +126,9 @@ def write_safetensors(
       tensors: (name, size in bytes, function that gives the array), called as its file is written, so that one shard is
         in memory at a time.
       max_shard_bytes: a file is not larger than this, unless one tensor is.
+
+    Raises:
+      OSError: when a file cannot be written.
     """
     shards: list[list[int]] = [[]]
     size = 0
@@ -140,7 +143,12 @@ def write_safetensors(
         file = f"model-{number:05}-of-{len(shards):05}.safetensors" if shards[1:] else _SAFETENSORS
         arrays = {tensors[i][0]: np.ascontiguousarray(tensors[i][2]()) for i in shard}
         # transformers refuses files that do not say which framework's layout they follow.
-        save_file(arrays, directory / file, metadata={"format": "pt"})
+        try:
+            save_file(arrays, directory / file, metadata={"format": "pt"})
+        except safetensors.SafetensorError as error:
+            raise OSError(
+                f"{directory / file} cannot be written ({error}); free some space or choose another path"
+            ) from error
         weight_map |= dict.fromkeys(arrays, file)
     if shards[1:]:
         total = sum(num_bytes for _, num_bytes, _ in tensors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.metadata
 import json
@@ -12,9 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors
 from safetensors.numpy import load_file, save_file
 
 from rlvr_jax.errors import WeightsError
+from rlvr_jax.models import huggingface
 from rlvr_jax.models.config import SMOLLM2_135M, ModelConfig
 from rlvr_jax.models.decoder import abstract_params, attend_rows, bind
 from rlvr_jax.models.families.llama import config_from_gguf, config_from_hf, config_to_hf
@@ -183,6 +186,19 @@ def test_saving_never_overwrites_and_leaves_nothing_behind(
     with pytest.raises(OSError):
         save_weights(tmp_path / "new", config, params, tokenizer_files={"absent/file": ""})
     assert [path.name for path in tmp_path.iterdir()] == ["full"]
+
+
+def test_a_disk_that_cannot_be_written_is_an_os_error_and_leaves_nothing(
+    model: tuple[ModelConfig, Any], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The library raises its own kind of error when the disk is full.
+    def full(*_: Any, **__: Any) -> None:
+        raise safetensors.SafetensorError("No space left on device")
+
+    monkeypatch.setattr(huggingface, "save_file", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        save_weights(tmp_path / "model", *model)
+    assert not list(tmp_path.iterdir())
 
 
 def test_params_of_another_model_are_not_saved(
@@ -435,6 +451,23 @@ def test_gguf_settings_that_change_the_maths_are_refused_by_name(
         WeightsError, match=r"rope\.dimension_count=2 \(expected the head size, 4\)"
     ):
         config_from_gguf(settings)
+
+
+def test_gguf_tensors_of_unknown_type_are_refused_by_name(tmp_path: pathlib.Path) -> None:
+    gguf = pytest.importorskip("gguf", reason="the gguf package writes the file")
+    config = dataclasses.replace(UNTIED, num_layers=1)
+    params = random_params(config)
+    write_gguf(tmp_path / "model.gguf", config, params)
+    content = (tmp_path / "model.gguf").read_bytes()
+    name = b"output_norm.weight"
+    # The description of a tensor: name, number of dimensions, sizes (uint64 each), type, offset.
+    at = content.index(name) + len(name) + 4 + 8
+    kinds = gguf.GGMLQuantizationType
+    f32, i32 = (int(kind).to_bytes(4, "little") for kind in (kinds.F32, kinds.I32))
+    assert content[at : at + 4] == f32
+    (tmp_path / "model.gguf").write_bytes(content[:at] + i32 + content[at + 4 :])
+    with pytest.raises(WeightsError, match=r"output_norm\.weight has type I32"):
+        load_weights(tmp_path / "model.gguf")
 
 
 def test_gguf_of_another_family_is_refused(tmp_path: pathlib.Path) -> None:
