@@ -31,7 +31,9 @@ def make_mesh(
     asked = dict(zip(MESH_AXES, sizes, strict=True))
     known = math.prod(size for size in sizes if size != -1)
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
-        raise ValueError(f"mesh sizes must be >= 1, at most one of them -1 (takes the rest); got {asked}")
+        raise ValueError(
+            f"mesh sizes must be >= 1, at most one of them -1 (takes the rest); got {asked}"
+        )
     if len(devices) % known or (-1 not in sizes and known != len(devices)):
         raise ValueError(
             f"mesh {asked} needs {'a multiple of ' if -1 in sizes else ''}{known} devices; "

@@ -52,9 +52,7 @@ def tree_paths(tree: Any) -> dict[str, Any]:
     return {"/".join(str(key.key) for key in path): leaf for path, leaf in leaves}
 
 
-def param_shardings(
-    mesh: Mesh, params: Any, axes: Mapping[str, tuple[str | None, ...]]
-) -> Any:
+def param_shardings(mesh: Mesh, params: Any, axes: Mapping[str, tuple[str | None, ...]]) -> Any:
     """A NamedSharding for every leaf of ``params`` (arrays or ShapeDtypeStructs).
 
     Raises:
@@ -94,7 +92,9 @@ def shardings_like(mesh: Mesh, tree: Any, params: Any, shardings: Any) -> Any:
     }
 
     def one(path: Any, leaf: Any) -> NamedSharding:
-        names = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path]
+        names = [
+            str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path
+        ]
         for start in range(len(names)):
             shape, sharding = known.get("/".join(names[start:]), (None, None))
             if sharding is not None and shape == leaf.shape:

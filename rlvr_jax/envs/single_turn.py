@@ -35,13 +35,19 @@ class DomainJudge:
         self._specs: dict[str, tuple[VerifierSpec, ...]] = {}
 
     def specs(self, domain: str) -> tuple[VerifierSpec, ...]:
-        """The verifiers of a domain; a wrong name or parameter raises here."""
+        """The verifiers of a domain."""
         if domain not in self._specs:
             self._specs[domain] = tuple(
                 VerifierSpec(use.name, use.weight, use.params)
                 for use in DOMAINS.get(domain).verifiers
             )
         return self._specs[domain]
+
+    def check(self, domains: Sequence[str]) -> None:
+        """Raises ValueError, TypeError or MissingExtraError if a domain's verifiers cannot run."""
+        for domain in domains:
+            for spec in self.specs(domain):
+                spec.serialised()
 
     def __call__(self, pairs: Sequence[tuple[Task, str]]) -> list[tuple[Reward, ...]]:
         jobs: list[Job] = []
@@ -119,9 +125,7 @@ def _groups(
     step: int,
 ) -> list[Group]:
     texts = [[response_text(c.tokens, tokenizer) for c in samples] for samples in completions]
-    pairs = [
-        (task, text) for task, group in zip(tasks, texts, strict=True) for text in group
-    ]
+    pairs = [(task, text) for task, group in zip(tasks, texts, strict=True) for text in group]
     verdicts = iter(judge(pairs))
     groups = []
     for task, prompt, samples, group_texts in zip(tasks, prompts, completions, texts, strict=True):

@@ -43,7 +43,7 @@ def grouped_query_attention(q: jax.Array, stretches: Sequence[KeyValues]) -> jax
     R = N // K
     scores = []
     for part in stretches:
-        B, Q, S = part.mask.shape
+        B, Q, _ = part.mask.shape
         score = jnp.einsum(
             "bqkrh,bksh->bkqrs",
             q.reshape(B, Q, K, R, H).astype(jnp.float32),
@@ -55,7 +55,7 @@ def grouped_query_attention(q: jax.Array, stretches: Sequence[KeyValues]) -> jax
     top = jax.lax.stop_gradient(functools.reduce(jnp.maximum, flat))  # [M, K, R]
     out = jnp.zeros((M, K, R, H + 1), jnp.float32)
     for score, part in zip(scores, stretches, strict=True):
-        B, Q, S = part.mask.shape
+        B, Q, _ = part.mask.shape
         weight = jnp.exp(score - top.reshape(B, Q, K, R).swapaxes(1, 2)[..., None])
         # The sum of the weights rides along as one more value: a dot adds in the order of the keys, so zeros between
         # them change no bit, while the order of a reduction depends on where in the row the keys lie.

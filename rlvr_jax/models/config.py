@@ -37,9 +37,7 @@ class ModelConfig:
         attention = 2 * self.embed_dim * (self.num_heads + self.num_kv_heads) * self.head_dim
         layer = attention + 3 * self.embed_dim * self.mlp_dim + 2 * self.embed_dim
         heads = 1 if self.tie_embeddings else 2
-        return (
-            heads * self.vocab_size * self.embed_dim + self.num_layers * layer + self.embed_dim
-        )
+        return heads * self.vocab_size * self.embed_dim + self.num_layers * layer + self.embed_dim
 
 
 SMOLLM2_135M = ModelConfig(

@@ -137,9 +137,7 @@ class Engine:
             )
         return rollout, len(prompts)
 
-    def _completions(
-        self, rollout: Rollout, row: int, params: SamplingParams
-    ) -> list[Completion]:
+    def _completions(self, rollout: Rollout, row: int, params: SamplingParams) -> list[Completion]:
         completions = []
         for tokens, logprobs, length, stopped in zip(
             rollout.tokens[row],
@@ -163,7 +161,7 @@ class Engine:
         return completions
 
     def _end_of_stop_string(self, tokens: np.ndarray, stop: Sequence[str]) -> int | None:
-        """How many tokens it takes until the text holds a stop string, across token boundaries; None if it never does."""
+        """How many tokens it takes until their text holds a stop string; None if it never does."""
         assert self._decode is not None  # _check saw to it
 
         def holds(count: int) -> bool:
@@ -182,7 +180,9 @@ class Engine:
         request_ids: Sequence[int],
     ) -> None:
         if len(prompts) != len(request_ids):
-            raise ValueError(f"{len(prompts)} prompts but {len(request_ids)} request_ids; give one each")
+            raise ValueError(
+                f"{len(prompts)} prompts but {len(request_ids)} request_ids; give one each"
+            )
         if num_samples < 1:
             raise ValueError(f"num_samples is {num_samples}; expected at least 1")
         if params.stop and self._decode is None:

@@ -130,9 +130,7 @@ def generate(
         "caches": [(empty, empty)] * config.num_layers,
     }
     carry = _record(start, tokens, logprobs, is_stop(tokens), start["caches"])
-    carry = jax.lax.while_loop(
-        lambda c: (c["index"] < max_tokens) & ~c["done"].all(), step, carry
-    )
+    carry = jax.lax.while_loop(lambda c: (c["index"] < max_tokens) & ~c["done"].all(), step, carry)
     return Rollout(
         tokens=carry["tokens"].reshape(P, G, R)[:, :, :max_tokens],
         logprobs=carry["logprobs"].reshape(P, G, R)[:, :, :max_tokens],

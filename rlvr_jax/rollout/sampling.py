@@ -76,8 +76,6 @@ def draw(logits: jax.Array, uniform: jax.Array, *, greedy: bool) -> tuple[jax.Ar
 def _first_past(ends: jax.Array, mass: jax.Array, goal: jax.Array) -> jax.Array:
     """First index with mass whose cumulative end is past the goal, else the last index with mass: int32[M]."""
     index = jnp.arange(mass.shape[-1], dtype=jnp.int32)[None, :]
-    past = jnp.min(
-        jnp.where((ends > goal[:, None]) & (mass > 0), index, mass.shape[-1]), -1
-    )
+    past = jnp.min(jnp.where((ends > goal[:, None]) & (mass > 0), index, mass.shape[-1]), -1)
     last = jnp.max(jnp.where(mass > 0, index, 0), -1)
     return jnp.minimum(past, last)

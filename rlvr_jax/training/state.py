@@ -69,9 +69,7 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     """AdamW (Loshchilov & Hutter 2019); norms and biases (arrays of rank 1 a layer) do not decay."""
 
     def decays(params: Params) -> Any:
-        return jax.tree_util.tree_map_with_path(
-            lambda path, _: path[-1].key != "scale", params
-        )
+        return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key != "scale", params)
 
     adam = optax.adamw(
         learning_rate_schedule(config),

@@ -1,21 +1,25 @@
 """The only device update: loss, gradient, clipping, guard, Adam, as one pure function of (state, batch).
 
-``update`` is that function; ``make_train_step`` jits it for a mesh, with donated state and pinned shardings. The fused
-schedule calls ``update`` inside its own program.
+``update`` is that function. ``Learner`` jits it, and what a batch needs before it (the reference's log-probabilities,
+the KL taken off the reward), for one mesh, with donated state and pinned shardings. The fused schedule calls the same
+pure functions inside its own program.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from rlvr_jax.algorithms.advantages import group_advantages
+from rlvr_jax.algorithms.aggregation import spread_by_sample
+from rlvr_jax.algorithms.kl import kl_penalty_by_sample
 from rlvr_jax.algorithms.objective import (
     ObjectiveConfig,
     batch_weights,
@@ -42,7 +46,9 @@ class StepConfig:
       dtype: of activations; the sampler's.
       remat: what the backward pass keeps.
       micro_rows: rows whose gradient is computed at once; 0 for all. Gradients add up with the global denominator.
-      has_reference: whether batches carry a reference's log-probabilities.
+      use_reference: whether batches carry a frozen reference's log-probabilities.
+      adv_estimator: how scores become advantages.
+      kl_in_reward: take the KL to the reference off the score, before advantages are made.
     """
 
     objective: ObjectiveConfig
@@ -50,7 +56,9 @@ class StepConfig:
     dtype: str = "float32"
     remat: str = "full"
     micro_rows: int = 0
-    has_reference: bool = True
+    use_reference: bool = True
+    adv_estimator: str = "grpo"
+    kl_in_reward: bool = False
 
     def __post_init__(self) -> None:
         if self.remat not in REMAT_POLICIES:
@@ -70,9 +78,9 @@ def update(
     model: ModelConfig,
     optimizer: optax.GradientTransformation,
     config: StepConfig,
+    num_shards: int,
     num_targets: int,
     num_samples: int,
-    num_shards: int = 1,
 ) -> tuple[TrainState, Metrics]:
     """One optimizer step on a batch.
 
@@ -84,9 +92,9 @@ def update(
       model: shape of the decoder.
       optimizer: optax.
       config: what to compute.
+      num_shards: over how many shards the rows are spread; micro-batches take rows from each.
       num_targets: upper bound of the trained tokens of a row.
       num_samples: upper bound of ``batch.sample_ids`` + 1.
-      num_shards: over how many shards the rows are spread; micro-batches take rows from each.
 
     Returns:
       (new state, metrics: float32[] each).
@@ -110,7 +118,7 @@ def update(
             w,
             tw,
             config.objective,
-            has_reference=config.has_reference,
+            has_reference=config.use_reference,
         )
 
     gradient = jax.grad(loss_fn, has_aux=True)
@@ -158,22 +166,142 @@ def _split_rows(x: jax.Array, *, micro_rows: int, num_shards: int) -> jax.Array:
     return by_shard.swapaxes(0, 1).reshape(pieces, micro_rows, *x.shape[1:])
 
 
-def num_targets_of(batch: TrainBatch) -> int:
-    """Static bound of the trained tokens of a row, from a NumPy batch: a multiple of an eighth of the row length."""
-    length = batch.tokens.shape[1]
-    unit = -(-length // 8)
-    most = int(np.max(np.sum(np.asarray(batch.loss_mask) > 0, axis=1), initial=1))
-    return min(length, -(-most // unit) * unit)
+def with_reference(
+    batch: TrainBatch,
+    reference: Params,
+    *,
+    model: ModelConfig,
+    config: StepConfig,
+    num_targets: int,
+) -> TrainBatch:
+    """The batch with the reference's log-probabilities, of the same transformed distribution as the policy's."""
+    logprobs, _ = batch_logprobs(
+        model,
+        reference,
+        batch,
+        transform=config.transform,
+        num_targets=num_targets,
+        dtype=jnp.dtype(config.dtype),
+    )
+    return dataclasses.replace(batch, ref_logprobs=logprobs)
 
 
-def make_train_step(
+def with_advantages(
+    batch: TrainBatch,
+    scores: jax.Array,
+    scored: jax.Array,
+    kl_coef: jax.Array,
+    *,
+    config: StepConfig,
+) -> TrainBatch:
+    """The batch with advantages of ``score - kl_coef * sum_t log(behavior / ref)``; k1 in the reward is unbiased.
+
+    Args:
+      batch: with the reference's log-probabilities; ``sample_ids`` index the flattened scores.
+      scores: float32[P, G].
+      scored: bool[P, G], whether there is a verdict.
+      kl_coef: float32[], 0 for none.
+    """
+    if config.kl_in_reward:
+        penalty = kl_penalty_by_sample(
+            batch.behavior_logprobs,
+            batch.ref_logprobs,
+            batch.loss_mask,
+            batch.sample_ids,
+            num_samples=scores.size,
+        )
+        scores = scores - kl_coef * penalty.reshape(scores.shape)
+    advantages = group_advantages(scores, scored, estimator=config.adv_estimator)
+    spread = spread_by_sample(advantages.reshape(-1), batch.loss_mask, batch.sample_ids)
+    return dataclasses.replace(batch, advantages=spread)
+
+
+class Minibatch(NamedTuple):
+    """A batch on the mesh, with the static bounds its programs are compiled for."""
+
+    batch: TrainBatch
+    num_targets: int
+    num_samples: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Learner:
+    """The jitted programs of one model, optimizer and mesh. ``make_learner`` makes it."""
+
+    model: ModelConfig
+    optimizer: optax.GradientTransformation
+    mesh: jax.sharding.Mesh
+    shardings: TrainState
+    config: StepConfig
+    _update: Callable[..., tuple[TrainState, Metrics]]
+    _with_reference: Callable[..., TrainBatch]
+    _with_advantages: Callable[..., TrainBatch]
+
+    @property
+    def num_shards(self) -> int:
+        """Over how many shards the rows of a batch are spread."""
+        return num_row_shards(self.mesh)
+
+    def place(self, params: Params) -> Params:
+        """Parameters (a reference's, say) on the mesh, sharded like the policy's."""
+        return jax.device_put(params, self.shardings.params)
+
+    def prepare(
+        self,
+        batch: TrainBatch,
+        reference: Params | None,
+        *,
+        scores: np.ndarray,
+        kl_coef: float,
+    ) -> Minibatch:
+        """Puts a packed batch on the mesh and adds what needs the device.
+
+        Args:
+          batch: NumPy, rows a multiple of ``num_shards``.
+          reference: frozen parameters; needed with ``use_reference``.
+          scores: float[P, G], NaN where there is no verdict; read when the KL goes into the reward.
+          kl_coef: of that KL.
+        """
+        bounds = Minibatch(batch, num_targets_of(batch), int(scores.size))
+        batch = jax.device_put(batch, row_sharding(self.mesh))
+        with jax.set_mesh(self.mesh):
+            if self.config.use_reference:
+                batch = self._with_reference(batch, reference, num_targets=bounds.num_targets)
+            if self.config.kl_in_reward:
+                whole = replicated(self.mesh)
+                scored = np.isfinite(scores)
+                batch = self._with_advantages(
+                    batch,
+                    jax.device_put(np.where(scored, scores, 0).astype(np.float32), whole),
+                    jax.device_put(scored, whole),
+                    jax.device_put(np.float32(kl_coef), whole),
+                )
+        return bounds._replace(batch=batch)
+
+    def train_step(self, state: TrainState, minibatch: Minibatch) -> tuple[TrainState, Metrics]:
+        """One update. The state is donated: use the one returned. Nothing moves between host and device."""
+        with jax.set_mesh(self.mesh), jax.transfer_guard("disallow"):
+            return self._update(
+                state,
+                minibatch.batch,
+                num_targets=minibatch.num_targets,
+                num_samples=minibatch.num_samples,
+            )
+
+    @property
+    def num_compiles(self) -> int:
+        """How many shapes of the update were compiled so far."""
+        return self._update._cache_size()  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def make_learner(
     model: ModelConfig,
     optimizer: optax.GradientTransformation,
     mesh: jax.sharding.Mesh,
     shardings: TrainState,
     config: StepConfig,
-) -> Callable[..., tuple[TrainState, Metrics]]:
-    """``train_step(state, batch, num_targets=, num_samples=)``: donates the state, compiles once a shape.
+) -> Learner:
+    """Jits the programs of a learner; each compiles once a shape.
 
     Raises:
       ValueError: micro_rows does not divide over the mesh.
@@ -184,35 +312,54 @@ def make_train_step(
             f"train.micro_rows ({config.micro_rows}) must be divisible by the data and fsdp axes ({shards}); "
             "change config.train.micro_rows or config.mesh"
         )
-    return jax.jit(
-        functools.partial(
-            update, model=model, optimizer=optimizer, config=config, num_shards=shards
+    rows = row_sharding(mesh)
+    return Learner(
+        model=model,
+        optimizer=optimizer,
+        mesh=mesh,
+        shardings=shardings,
+        config=config,
+        _update=jax.jit(
+            functools.partial(
+                update, model=model, optimizer=optimizer, config=config, num_shards=shards
+            ),
+            static_argnames=("num_targets", "num_samples"),
+            donate_argnums=0,
+            out_shardings=(shardings, replicated(mesh)),
+            compiler_options=STRICT,
         ),
-        static_argnames=("num_targets", "num_samples"),
-        donate_argnums=0,
-        out_shardings=(shardings, replicated(mesh)),
-        compiler_options=STRICT,
+        _with_reference=jax.jit(
+            functools.partial(with_reference, model=model, config=config),
+            static_argnames="num_targets",
+            out_shardings=rows,
+            compiler_options=STRICT,
+        ),
+        _with_advantages=jax.jit(
+            functools.partial(with_advantages, config=config), out_shardings=rows
+        ),
     )
 
 
-def make_score(
-    model: ModelConfig, mesh: jax.sharding.Mesh, config: StepConfig
-) -> Callable[..., jax.Array]:
-    """``score(params, batch, num_targets=)``: float32[B, T], log-probabilities of the trained tokens."""
+def num_targets_of(batch: TrainBatch) -> int:
+    """Static bound of the trained tokens of a row, from a NumPy batch: a multiple of a quarter of the row length."""
+    length = batch.tokens.shape[1]
+    unit = -(-length // 4)
+    most = int(np.max(np.sum(np.asarray(batch.loss_mask) > 0, axis=1), initial=1))
+    return min(length, -(-most // unit) * unit)
 
-    def score(params: Params, batch: TrainBatch, *, num_targets: int) -> jax.Array:
-        return batch_logprobs(
-            model,
-            params,
-            batch,
-            transform=config.transform,
-            num_targets=num_targets,
-            dtype=jnp.dtype(config.dtype),
-        )[0]
 
-    return jax.jit(
-        score,
-        static_argnames="num_targets",
-        out_shardings=row_sharding(mesh),
-        compiler_options=STRICT,
-    )
+def merge_updates(updates: Sequence[Metrics]) -> dict[str, float]:
+    """Metrics of the updates of one step: means; of what compares sampler and trainer, the first update's.
+
+    Only the first update sees the weights that sampled; later ones differ from them on purpose.
+    """
+    if not updates:
+        return {}
+    first = {name: float(value) for name, value in updates[0].items()}
+    on_policy = ("mismatch_kl", "logprob_delta_mean", "logprob_delta_max")
+    return {
+        name: first[name]
+        if name in on_policy
+        else float(np.mean([float(update[name]) for update in updates]))
+        for name in first
+    }

@@ -1,0 +1,99 @@
+"""Quickstart: SmolLM2-135M-Instruct learns short arithmetic and text tasks by reinforcement learning, on a CPU.
+
+    bash launch/quickstart.sh
+    rlvr train --config configs/rl_quickstart.py --workdir runs/quickstart
+    rlvr train --config configs/rl_quickstart.py:tiny --workdir runs/tiny       # random weights, under a minute
+
+Every setting can be overridden: ``--config.optimizer.learning_rate=2e-6 --config.tasks.domains=arithmetic/add``.
+"""
+
+from __future__ import annotations
+
+from ml_collections import ConfigDict
+
+
+def get_config(arg: str = "") -> ConfigDict:
+    """The settings; ``arg`` is "" or "tiny"."""
+    config = ConfigDict()
+    config.model = "smollm2-135m-instruct"
+    config.seed = 0
+    config.num_steps = 40
+    config.schedule = "staged"
+    config.dtype = "float32"
+
+    config.tasks = ConfigDict(
+        dict(
+            domains=("arithmetic/add", "text/last_word"),
+            difficulty="adaptive",
+            tasks_per_step=8,
+            # Groups whose samples all score the same teach nothing: up to this many times they are drawn anew.
+            max_refills=1,
+        )
+    )
+    config.rollout = ConfigDict(
+        dict(
+            group_size=8,
+            max_tokens=16,
+            temperature=0.7,
+            top_k=0,
+            top_p=1.0,
+            min_p=0.0,
+            stop=(),
+            max_rows=256,
+        )
+    )
+    config.algorithm = ConfigDict(
+        dict(
+            adv_estimator="grpo",
+            clip_ratio_low=0.2,
+            clip_ratio_high=0.2,
+            clip_ratio_c=3.0,
+            loss_agg_mode="token-mean",
+            kl_loss_type="k3+",
+            kl_loss_coef=0.02,
+            use_kl_in_reward=False,
+            kl_coef=0.0,
+            kl_target=0.0,
+            entropy_coef=0.0,
+            rollout_is="off",
+            rollout_is_threshold=2.0,
+            overlong_buffer=0,
+            mask_truncated=False,
+        )
+    )
+    config.optimizer = ConfigDict(
+        dict(
+            learning_rate=1e-5,
+            schedule="constant",
+            warmup_steps=2,
+            b1=0.9,
+            b2=0.95,
+            weight_decay=0.0,
+            grad_clip=1.0,
+        )
+    )
+    config.train = ConfigDict(
+        dict(row_length=0, micro_rows=0, remat="full", num_epochs=1, num_minibatches=1)
+    )
+    config.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1))
+    config.verifiers = ConfigDict(dict(num_workers=2, timeout_s=5.0))
+    config.checkpoint = ConfigDict(dict(every=20, keep=2))
+    config.eval = ConfigDict(dict(tasks_per_domain=24, num_samples=8))
+    # Largest mean |log-probability difference| between sampler and trainer, nats, before the run stops.
+    config.max_mismatch = 0.05
+
+    if arg == "tiny":
+        config.model = "tiny-random"
+        config.num_steps = 4
+        config.tasks.domains = ("arithmetic/add",)
+        config.tasks.tasks_per_step = 4
+        config.rollout.group_size = 4
+        config.rollout.max_tokens = 8
+        config.eval.tasks_per_domain = 8
+        config.eval.num_samples = 4
+        config.checkpoint.every = 2
+    elif arg:
+        raise ValueError(
+            f"configs/rl_quickstart.py takes no argument {arg!r}; expected '' or 'tiny'"
+        )
+    return config

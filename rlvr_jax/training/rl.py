@@ -1,0 +1,410 @@
+"""Reinforcement learning from verifiable rewards: one straight line from tasks to updated weights.
+
+Reads like the flow of the stack: curriculum, rollouts, verdicts, groups, advantages, packed batch, update, and back to
+the engine. ``staged`` runs these phases one after another; ``fused`` runs rollout, verification and update as one
+jitted program (``training/fused.py``), from the same parts.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from rlvr_jax.algorithms.advantages import group_advantages, zero_variance
+from rlvr_jax.algorithms.kl import KLController
+from rlvr_jax.algorithms.objective import ObjectiveConfig
+from rlvr_jax.algorithms.shaping import overlong_penalty
+from rlvr_jax.checkpoint.manager import Checkpointer
+from rlvr_jax.data.packing import pack_groups
+from rlvr_jax.distributed.mesh import make_mesh
+from rlvr_jax.envs.single_turn import DomainJudge, run_groups
+from rlvr_jax.errors import ConfigError, MismatchError
+from rlvr_jax.metrics import Counters, MetricsLogger, PhaseTimer, read_metrics
+from rlvr_jax.models.attention import key_bucket
+from rlvr_jax.models.policy_head import LogitTransform
+from rlvr_jax.rewards.pool import VerifierPool
+from rlvr_jax.rollout.engine import Engine
+from rlvr_jax.tasks.curriculum import Curriculum
+from rlvr_jax.tasks.splits import held_out_tasks
+from rlvr_jax.training.fused import make_fused_step
+from rlvr_jax.training.policy import load_pretrained
+from rlvr_jax.training.report import write_report
+from rlvr_jax.training.state import (
+    OptimizerConfig,
+    abstract_state,
+    init_state,
+    learning_rate_schedule,
+    make_optimizer,
+    state_shardings,
+)
+from rlvr_jax.training.step import StepConfig, make_learner, merge_updates
+from rlvr_jax.training.workdir import open_workdir
+from rlvr_jax.trajectories.store import ParquetStore
+from rlvr_jax.types import Group, SamplingParams, TrainBatch
+
+
+def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> dict[str, Any]:
+    """Trains a policy from whatever state ``workdir`` is in, and reports how much better it got.
+
+    Args:
+      config: as ``configs/rl_quickstart.py``.
+      workdir: gets checkpoints, trajectories, metrics and the report; a run that was cut off is resumed.
+      fresh: start over.
+
+    Returns:
+      The summary, also in ``summary.json``.
+
+    Raises:
+      ConfigError, ValueError: a setting that cannot work; nothing has been sampled then.
+      WeightsError: no such model.
+      CheckpointError: a checkpoint could not be written; the one before is intact.
+      MismatchError: sampler and trainer disagree by more than ``config.max_mismatch``.
+    """
+    clock = time.perf_counter()
+    check_settings(config)
+    workdir = open_workdir(workdir, config, fresh=fresh)
+
+    # The model, on its mesh.
+    pretrained = load_pretrained(config.model)
+    model, tokenizer, chat = pretrained.config, pretrained.tokenizer, pretrained.chat
+    mesh = make_mesh(**config.mesh)
+    optimizer_config = OptimizerConfig(num_steps=config.num_steps, **config.optimizer)
+    learning_rate = learning_rate_schedule(optimizer_config)
+    optimizer = make_optimizer(optimizer_config)
+    shardings = state_shardings(model, optimizer, mesh)
+
+    # How it samples, and what it optimises.
+    group_size, tasks_per_step = config.rollout.group_size, config.tasks.tasks_per_step
+    sampling = sampling_params(config, tokenizer.stop_token_ids)
+    step_config = StepConfig(
+        objective=objective_config(config),
+        transform=LogitTransform.of(sampling),
+        dtype=config.dtype,
+        remat=config.train.remat,
+        micro_rows=config.train.micro_rows,
+        use_reference=uses_reference(config),
+        adv_estimator=config.algorithm.adv_estimator,
+        kl_in_reward=config.algorithm.use_kl_in_reward,
+    )
+    learner = make_learner(model, optimizer, mesh, shardings, step_config)
+    kl_controller = KLController(
+        coef=config.algorithm.kl_coef, target=config.algorithm.kl_target or None
+    )
+
+    # What it learns from, and what it is judged on.
+    domains, seed = config.tasks.domains, config.seed
+    curriculum = Curriculum(domains, difficulty=config.tasks.difficulty, seed=seed)
+    held_out = [
+        task
+        for name in curriculum.domains
+        for task in held_out_tasks(name, config.eval.tasks_per_domain, seed)
+    ]
+    counters = Counters()
+    store = ParquetStore(workdir / "trajectories")
+    held_out_store = ParquetStore(workdir / "held_out")
+
+    with (
+        VerifierPool(config.verifiers.num_workers, config.verifiers.timeout_s) as pool,
+        Checkpointer(workdir / "checkpoints", keep=config.checkpoint.keep) as checkpointer,
+        MetricsLogger(workdir, total_steps=config.num_steps) as logger,
+    ):
+        # Where it starts: the newest checkpoint, or the pretrained weights. Before the first sample, in either case.
+        reference = learner.place(pretrained.params) if step_config.use_reference else None
+        restored = checkpointer.restore(abstract_state(model, optimizer, mesh))
+        if restored is None:
+            first_step, seconds_before = 0, 0.0
+            state = init_state(model, pretrained.params, optimizer, mesh, seed=seed)
+        else:
+            first_step, seconds_before = restored.step, restored.host["seconds"]
+            state = restored.state
+            curriculum.load_state_dict(restored.host["curriculum"])
+            counters = Counters(restored.host["counters"])
+            kl_controller = KLController(**restored.host["kl_controller"])
+            logger.info(f"resuming after step {first_step} of {config.num_steps}")
+        del pretrained, restored  # their arrays are on the devices now
+        store.truncate(first_step)
+        logger.truncate(first_step)
+
+        engine = Engine(
+            model,
+            state.params,
+            mesh=mesh,
+            dtype=config.dtype,
+            max_rows=config.rollout.max_rows,
+            decode=tokenizer.decode,
+            policy_version=first_step,
+        )
+        judge = DomainJudge(pool)
+        judge.check(curriculum.domains)  # a wrong verifier shows here, not in the middle of the run
+        rollout = functools.partial(
+            run_groups,
+            sampler=engine,
+            tokenizer=tokenizer,
+            chat=chat,
+            judge=judge,
+            params=sampling,
+            tasks_per_call=max(1, config.rollout.max_rows // group_size),
+        )
+        fused_step = make_fused_step(
+            learner,
+            tokenizer=tokenizer,
+            chat=chat,
+            judge=judge,
+            params=sampling,
+            group_size=group_size,
+        )
+
+        def hold_out(step: int) -> list[Group]:
+            """Answers to the held-out tasks after ``step`` updates; sampled once, then read from disk."""
+            if step not in held_out_store.steps():
+                logger.info(f"answering {len(held_out)} held-out tasks after {step} steps")
+                answers = rollout(held_out, group_size=config.eval.num_samples, step=step)
+                held_out_store.append(answers)
+            return held_out_store.read(step)
+
+        def checkpoint(step: int) -> None:
+            checkpointer.save(
+                step,
+                state,
+                host={
+                    "curriculum": curriculum.state_dict(),
+                    "counters": counters.totals,
+                    "kl_controller": vars(kl_controller),
+                    "seconds": seconds_before + time.perf_counter() - clock,
+                },
+            )
+
+        before = hold_out(0)
+        timer = PhaseTimer()
+        for step in range(first_step, config.num_steps):
+            began = time.perf_counter()
+            tasks = curriculum.sample(step, tasks_per_step)
+            if config.schedule == "fused":
+                with timer("fused"):
+                    state, metrics, sampled = fused_step(
+                        state, reference, tasks, step=step, kl_coef=kl_controller.coef
+                    )
+                curriculum.update(sampled)
+                groups, updates = sampled, [metrics]
+            else:
+                with timer("rollout"):
+                    sampled = rollout(tasks, group_size=group_size, step=step)
+                    curriculum.update(sampled)
+                    groups = [group for group in sampled if has_signal(group)]
+                    for attempt in range(1, config.tasks.max_refills + 1):
+                        if not (missing := tasks_per_step - len(groups)):
+                            break
+                        more = rollout(
+                            curriculum.sample(step, missing, attempt),
+                            group_size=group_size,
+                            step=step,
+                        )
+                        curriculum.update(more)
+                        sampled = sampled + more
+                        groups += [group for group in more if has_signal(group)]
+                with timer("prepare"):
+                    minibatches = [
+                        learner.prepare(
+                            pack(part, config, learner.num_shards),
+                            reference,
+                            scores=shaped_scores(part, config),
+                            kl_coef=kl_controller.coef,
+                        )
+                        for part in split(groups, config.train.num_minibatches)
+                    ]
+                updates = []
+                for _ in range(config.train.num_epochs):
+                    for minibatch in minibatches:
+                        state, metrics = learner.train_step(state, minibatch)
+                        updates.append(metrics)
+            engine.load_params(state.params, policy_version=step + 1)
+            store.append(sampled)  # the device is busy with the update meanwhile
+            with timer("update"):
+                metrics = merge_updates(jax.device_get(updates))
+            if metrics.get("logprob_delta_mean", 0.0) > config.max_mismatch:
+                raise MismatchError(
+                    f"step {step}: log-probabilities of sampler and trainer differ by "
+                    f"{metrics['logprob_delta_mean']:.3g} nats on average; expected at most max_mismatch="
+                    f"{config.max_mismatch}: the run stops, since its gradients would be wrong. "
+                    f"The checkpoint after step {max(checkpointer.steps(), default=0)} is intact"
+                )
+            num_samples = tasks_per_step * group_size
+            kl_controller = kl_controller.update(metrics.get("kl", 0.0), num_samples)
+            count_losses(counters, sampled, groups)
+            seconds = time.perf_counter() - began
+            logger.log(
+                step,
+                {
+                    **rollout_metrics(sampled),
+                    **metrics,
+                    **curriculum.metrics(),
+                    **counters.take(),
+                    **timer.take(),
+                    "learning_rate": float(learning_rate(step)),
+                    "kl_coef": kl_controller.coef,
+                    "perf/step_s": seconds,
+                    "perf/tokens_per_s": num_tokens(sampled) / seconds,
+                    "perf/compiles": learner.num_compiles + engine.num_compiles,
+                },
+            )
+            last = step + 1 == config.num_steps
+            if last or (step + 1) % config.checkpoint.every == 0:
+                checkpoint(step + 1)
+
+        after = hold_out(config.num_steps)
+        checkpointer.wait()
+        return write_report(
+            workdir,
+            before=before,
+            after=after,
+            metrics=read_metrics(workdir),
+            seconds=seconds_before + time.perf_counter() - clock,
+            steps=config.num_steps,
+            seed=seed,
+            model=config.model,
+            device=jax.devices()[0].device_kind,
+            say=logger.info,
+        )
+
+
+def uses_reference(config: ConfigDict) -> bool:
+    """Whether anything reads the frozen reference; without a KL it is not even loaded."""
+    return config.algorithm.kl_loss_coef > 0 or config.algorithm.use_kl_in_reward
+
+
+def sampling_params(config: ConfigDict, stop_token_ids: Sequence[int]) -> SamplingParams:
+    """How training and held-out answers are sampled."""
+    rollout = config.rollout
+    return SamplingParams(
+        temperature=rollout.temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        min_p=rollout.min_p,
+        max_tokens=rollout.max_tokens,
+        stop=tuple(rollout.stop),
+        stop_token_ids=tuple(stop_token_ids),
+        seed=config.seed,
+    )
+
+
+def objective_config(config: ConfigDict) -> ObjectiveConfig:
+    """The loss the config asks for."""
+    algorithm = config.algorithm
+    return ObjectiveConfig(
+        clip_ratio_low=algorithm.clip_ratio_low,
+        clip_ratio_high=algorithm.clip_ratio_high,
+        clip_ratio_c=algorithm.clip_ratio_c,
+        loss_agg_mode=algorithm.loss_agg_mode,
+        max_response_length=config.rollout.max_tokens,
+        kl_loss_type=algorithm.kl_loss_type,
+        kl_loss_coef=algorithm.kl_loss_coef,
+        entropy_coef=algorithm.entropy_coef,
+        rollout_is=algorithm.rollout_is,
+        rollout_is_threshold=algorithm.rollout_is_threshold,
+    )
+
+
+def check_settings(config: ConfigDict) -> None:
+    """Raises ConfigError or ValueError for settings that cannot work together; needs no model."""
+    if config.schedule not in ("staged", "fused"):
+        raise ConfigError(f"schedule is {config.schedule!r}; expected 'staged' or 'fused'")
+    if config.num_steps < 1:
+        raise ConfigError(f"num_steps is {config.num_steps}; expected at least 1")
+    if config.schedule == "fused":
+        for key, value, expected in (
+            ("tasks.max_refills", config.tasks.max_refills, 0),
+            ("train.num_epochs", config.train.num_epochs, 1),
+            ("train.num_minibatches", config.train.num_minibatches, 1),
+            ("rollout.stop", tuple(config.rollout.stop), ()),
+        ):
+            if value != expected:
+                raise ConfigError(
+                    f"{key} is {value!r}; the fused schedule is one program with one update a step and expects "
+                    f"{expected!r}: set config.{key}={expected!r}, or config.schedule='staged'"
+                )
+    # A baseline of the group needs a group: raises as the first step would.
+    scores = np.zeros((1, config.rollout.group_size), np.float32)
+    group_advantages(scores, np.ones_like(scores), estimator=config.algorithm.adv_estimator)
+
+
+def shaped_scores(groups: Sequence[Group], config: ConfigDict) -> np.ndarray:
+    """float64[P, G], NaN where there is no verdict; with the penalty on answers that near the limit, if asked."""
+    scores = np.stack([group.scores for group in groups])
+    if config.algorithm.overlong_buffer:
+        lengths = np.array([[t.response_mask.sum() for t in g.trajectories] for g in groups])
+        scores = scores + np.asarray(
+            overlong_penalty(
+                lengths,
+                max_response_length=config.rollout.max_tokens,
+                buffer_length=config.algorithm.overlong_buffer,
+            )
+        )
+    return scores
+
+
+def has_signal(group: Group) -> bool:
+    """Whether the group's raw scores differ: only then does it have advantages."""
+    scores = group.scores[None]
+    return not bool(zero_variance(scores, np.isfinite(scores))[0])
+
+
+def split(groups: Sequence[Group], num_parts: int) -> list[Sequence[Group]]:
+    """Whole groups in ``num_parts`` parts of about the same size; fewer parts when there are fewer groups."""
+    bounds = np.linspace(0, len(groups), num_parts + 1).round().astype(int)
+    return [groups[a:b] for a, b in itertools.pairwise(bounds) if b > a]
+
+
+def pack(groups: Sequence[Group], config: ConfigDict, num_shards: int) -> TrainBatch:
+    """Advantages of the groups, and the batch they are trained in."""
+    scores = shaped_scores(groups, config)
+    advantages = group_advantages(
+        scores, np.isfinite(scores), estimator=config.algorithm.adv_estimator
+    )
+    longest = max(len(t.tokens) for group in groups for t in group.trajectories)
+    return pack_groups(
+        groups,
+        list(np.asarray(advantages)),
+        length=key_bucket(max(config.train.row_length, longest)),
+        row_multiple=config.train.micro_rows or num_shards,
+        mask_truncated=config.algorithm.mask_truncated,
+    )
+
+
+def num_tokens(groups: Sequence[Group]) -> int:
+    """Tokens the policy sampled."""
+    return int(sum(t.response_mask.sum() for group in groups for t in group.trajectories))
+
+
+def count_losses(counters: Counters, sampled: Sequence[Group], trained: Sequence[Group]) -> None:
+    """Counts what was sampled and not trained on, and verdicts that were none."""
+    counters.add("dropped/zero_variance_groups", len(sampled) - len(trained))
+    rewards = [r for group in sampled for t in group.trajectories for r in t.rewards]
+    counters.add("reward/failed", sum(r.status == "failed" for r in rewards))
+    counters.add("reward/timeout", sum(r.status == "timeout" for r in rewards))
+
+
+def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Figures of everything sampled in a step, refills included."""
+    trajectories = [t for group in groups for t in group.trajectories]
+    scores = np.array([t.score for t in trajectories])
+    scored = scores[np.isfinite(scores)]
+    lengths = np.array([t.response_mask.sum() for t in trajectories])
+    return {
+        "reward/mean": float(scored.mean()) if scored.size else float("nan"),
+        "reward/scored_frac": scored.size / scores.size,
+        "response_length/mean": float(lengths.mean()),
+        "response_length/max": float(lengths.max()),
+        "response_length/truncated_frac": float(
+            np.mean([t.stop_reason == "length" for t in trajectories])
+        ),
+        "zero_std_frac": float(np.mean([not has_signal(group) for group in groups])),
+        "num_groups": float(len(groups)),
+    }

@@ -1,0 +1,79 @@
+"""The run's folder: writable, and of the same run as what is in it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from rlvr_jax.errors import ConfigError
+
+CONFIG_FILE = "config.json"
+# Settings that may change when a run goes on: how long, how often, on what machine.
+FREE = ("num_steps", "checkpoint.", "mesh.", "verifiers.", "rollout.max_rows", "max_mismatch")
+OURS = ("checkpoints", "trajectories", "held_out", "tensorboard", "metrics.jsonl", CONFIG_FILE)
+OURS += ("summary.json", "curve.png")
+
+
+def open_workdir(workdir: str | Path, config: ConfigDict, *, fresh: bool) -> Path:
+    """Makes the folder ready, and saves the resolved config in it.
+
+    Args:
+      workdir: made if absent.
+      config: of the run.
+      fresh: removes what an earlier run left, and nothing else.
+
+    Raises:
+      ConfigError: it cannot be written, or holds a run with other settings.
+    """
+    path = Path(workdir).resolve()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"workdir {path} cannot be written: {error}; expected a writable folder: choose another --workdir"
+        ) from error
+    if fresh:
+        for name in OURS:
+            target = path / name
+            if target.is_dir():
+                shutil.rmtree(target)
+            else:
+                target.unlink(missing_ok=True)
+    wanted = json.loads(config.to_json_best_effort())
+    file = path / CONFIG_FILE
+    if file.exists():
+        _check_same_run(json.loads(file.read_text()), wanted, path)
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(wanted, indent=2) + "\n")
+    partial.replace(file)
+    return path
+
+
+def _check_same_run(saved: Any, wanted: Any, path: Path) -> None:
+    before, now = dict(_leaves(saved)), dict(_leaves(wanted))
+    changed = [
+        f"{key} ({before.get(key, 'absent')!r} -> {now.get(key, 'absent')!r})"
+        for key in sorted({*before, *now})
+        if before.get(key, "absent") != now.get(key, "absent") and not key.startswith(FREE)
+    ]
+    if changed:
+        raise ConfigError(
+            f"{path} holds a run with other settings: {', '.join(changed)}; "
+            "use those settings to resume it, --fresh to start over, or another --workdir"
+        )
+
+
+def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _leaves(value, f"{prefix}{key}.")
+    else:
+        yield prefix.removesuffix("."), tree
