@@ -1,17 +1,17 @@
 """Which tasks to train on: levels drawn so that success stays where there is something to learn, 20 to 80 %.
 
-A group whose samples all fail or all succeed has no advantage and teaches nothing; p (1 - p), the variance of a success,
-is what a group is worth. The curriculum keeps, per domain and level, decayed counts of success, and draws a level in
-three moves (``difficulty="adaptive"``):
+A group whose samples all fail or all succeed has no advantage and teaches nothing; p (1 - p), the variance of a
+success, is what a group is worth. The curriculum keeps, per domain and level, decayed counts of success, and draws a
+level in three moves (``difficulty="adaptive"``):
 
 1. *Posterior.* Success at level l is Beta distributed: the counts, plus a prior of a few pseudo-trials whose mean is
-   ``NEXT_LEVEL_RATIO`` times the posterior mean of level l - 1 (0.5 for level 0). A level nobody has tried is thus taken
-   to be somewhat harder than the one below it: the curriculum climbs one level at a time as levels are mastered, and looks
-   again at what it has not seen for long.
-2. *Thompson draw.* One success rate p is drawn for each level, so that levels known little about are tried now and then.
+   ``NEXT_LEVEL_RATIO`` times the posterior mean of level l - 1 (0.5 for level 0). A level nobody has tried is thus
+   taken to be somewhat harder than the one below it: the curriculum climbs as levels are mastered, and looks again at
+   what it has not seen for long.
+2. *Thompson draw.* One success rate p is drawn for each level: levels known little about are tried now and then.
 3. *Choice.* The level whose p is nearest to the middle of the target range: the hardest one when all are mastered, the
-   easiest when nothing works. Drawing among all levels inside the range instead, in proportion to p (1 - p), had a fifth
-   fewer tasks inside it in simulation: near the edges the range is missed by chance, and by learning.
+   easiest when nothing works. Drawing among all levels inside the range instead, in proportion to p (1 - p), had a
+   fifth fewer tasks inside it in simulation: near its edges the range is missed by chance, and by learning.
 
 Counts are of scored trajectories only: a failed verifier says nothing about difficulty.
 """
@@ -66,9 +66,13 @@ class Curriculum:
             for name in self.domains:
                 DOMAINS.get(name).check_level(difficulty)
         elif difficulty not in ("adaptive", "uniform"):
-            raise ValueError(f"difficulty is {difficulty!r}; expected 'adaptive', 'uniform' or a level (an integer)")
+            raise ValueError(
+                f"difficulty is {difficulty!r}; expected 'adaptive', 'uniform' or a level (an integer)"
+            )
         if not 0 <= target[0] < target[1] <= 1:
-            raise ValueError(f"target is {target}; expected two success rates, 0 <= low < high <= 1")
+            raise ValueError(
+                f"target is {target}; expected two success rates, 0 <= low < high <= 1"
+            )
         if not half_life > 0:
             raise ValueError(f"half_life is {half_life}; expected a positive number of groups")
         self.difficulty: Difficulty = difficulty
@@ -99,7 +103,9 @@ class Curriculum:
             raise ValueError(f"num_tasks is {num_tasks}; expected at least 1")
         rng = np.random.default_rng(content_hash("curriculum", self.seed, step, attempt))
         before = {at: keys for at, keys in self._drawn.items() if at < (step, attempt)}
-        recent = {key for at, keys in before.items() if step - REPEAT_WINDOW <= at[0] for key in keys}
+        recent = {
+            key for at, keys in before.items() if step - REPEAT_WINDOW <= at[0] for key in keys
+        }
         taken = {key for at, keys in before.items() if at[0] == step for key in keys}
         order = rng.permutation(len(self.domains))
         tasks = []

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from rlvr_jax.registry import Registry
-from rlvr_jax.types import JSON, Message, Task, Verifier
+from rlvr_jax.types import JSON, Message, Verifier
 
 # Short names for sets of domains, beside the part of a name before its slash, which is always one.
 GROUPS: Mapping[str, tuple[str, ...]] = {"math": ("arithmetic",)}
@@ -85,14 +85,20 @@ class Domain:
 
     def __post_init__(self) -> None:
         if self.num_levels < 1:
-            raise ValueError(f"domain {self.name!r} has num_levels={self.num_levels}; expected at least 1")
+            raise ValueError(
+                f"domain {self.name!r} has num_levels={self.num_levels}; expected at least 1"
+            )
         if not self.verifiers:
-            raise ValueError(f"domain {self.name!r} has no verifiers; expected at least one VerifierUse")
+            raise ValueError(
+                f"domain {self.name!r} has no verifiers; expected at least one VerifierUse"
+            )
 
     def check_level(self, level: int) -> None:
         """Raises ValueError if the domain has no such level."""
         if not 0 <= level < self.num_levels:
-            raise ValueError(f"domain {self.name!r} has no level {level}; expected 0 to {self.num_levels - 1}")
+            raise ValueError(
+                f"domain {self.name!r} has no level {level}; expected 0 to {self.num_levels - 1}"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

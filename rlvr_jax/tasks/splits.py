@@ -1,8 +1,8 @@
 """Identity and splits: a task's id and its side, train or held out, follow from its content alone.
 
-Nothing is recorded to keep the two apart: whoever draws a problem, from whatever seed, in whatever process, computes the
-same side, one problem in ``HELD_OUT_ONE_IN`` being held out. The side depends on what the policy sees and on the answer,
-not on the domain: a sum held out of one domain is held out of every domain that asks it in the same words.
+Nothing is recorded to keep the two apart: whoever draws a problem, from whatever seed, in whatever process, computes
+the same side, one problem in ``HELD_OUT_ONE_IN`` being held out. The side depends on what the policy sees and on the
+answer, not on the domain: a sum held out of one domain is held out of every domain that asks it in the same words.
 """
 
 from __future__ import annotations
@@ -109,7 +109,9 @@ def held_out_tasks(
       ValueError: no such domain or level, nothing asked for, or a level with too few distinct held-out tasks.
     """
     if num_tasks < 1:
-        raise ValueError(f"num_tasks is {num_tasks}; expected at least 1 held-out task of {domain!r}")
+        raise ValueError(
+            f"num_tasks is {num_tasks}; expected at least 1 held-out task of {domain!r}"
+        )
     levels = tuple(range(DOMAINS.get(domain).num_levels) if levels is None else levels)
     if not levels:
         raise ValueError(f"levels of {domain!r} is empty; expected at least one level")

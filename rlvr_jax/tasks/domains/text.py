@@ -13,27 +13,26 @@ import numpy as np
 from rlvr_jax.tasks.domains.arithmetic import NUMBER_ONLY, WHOLE_NUMBER
 from rlvr_jax.tasks.registry import Draft, VerifierUse, ask, domain
 
-WORDS = tuple(
-    """
-    apple army aunt baby bag ball bank barn basket beach bean bear bed bell bench bird black blue boat body bone book
-    boot bottle bowl box boy bread brick bridge bright brother brown brush bus butter button cake camera camp candle
-    candy card carpet carrot castle cat chain chair chalk cheese cherry chicken child church circle city class clean
-    clock cloud coat coffee coin cold color cook copper corn cotton cow cream crown cup dance dark deep desk dinner
-    dirt doctor dog doll door dream dress drum dry duck dust eagle ear early earth egg empty engine evening eye face
-    family farm fast father feather fence field finger fire fish flag floor flower food foot forest fork fox friend
-    frog fruit game garden gate girl glass glove goat gold grape grass gray green hair hall hammer hand happy hat
-    heart heavy hill home honey horse hot hotel house ice ink iron island jacket jar jelly juice king kitchen kite
-    knife lake lamp large leaf leg lemon letter light lion lip long lunch magic map market meat metal milk mirror
-    money moon morning mother mountain mouse mouth music nail neck nest new night noise north nose nurse ocean office
-    old olive orange oven owl page paint paper park party peach pen pencil pepper piano picture pig pillow pilot pink
-    pipe pizza plane plant plate pocket pond potato prince purple queen quick quiet rabbit radio rain red rice river
-    road robot rock roof room rope rose salt sand school sea seed sheep shelf ship shirt shoe shop silver sister sky
-    small smile snake snow soap sock soft song soup south spider spoon spring square star station stone storm street
-    strong sugar summer sun sweet table tail tea teacher tent tiger toast tomato tooth tower town toy train tree truck
-    uncle valley village violin voice wagon wall warm watch water wave west wet wheel white wide wild wind window
-    winter wolf wood wool yard yellow young zebra
-    """.split()
-)
+_WORDS = """
+apple army aunt baby bag ball bank barn basket beach bean bear bed bell bench bird black blue boat body bone book
+boot bottle bowl box boy bread brick bridge bright brother brown brush bus butter button cake camera camp candle
+candy card carpet carrot castle cat chain chair chalk cheese cherry chicken child church circle city class clean
+clock cloud coat coffee coin cold color cook copper corn cotton cow cream crown cup dance dark deep desk dinner
+dirt doctor dog doll door dream dress drum dry duck dust eagle ear early earth egg empty engine evening eye face
+family farm fast father feather fence field finger fire fish flag floor flower food foot forest fork fox friend
+frog fruit game garden gate girl glass glove goat gold grape grass gray green hair hall hammer hand happy hat
+heart heavy hill home honey horse hot hotel house ice ink iron island jacket jar jelly juice king kitchen kite
+knife lake lamp large leaf leg lemon letter light lion lip long lunch magic map market meat metal milk mirror
+money moon morning mother mountain mouse mouth music nail neck nest new night noise north nose nurse ocean office
+old olive orange oven owl page paint paper park party peach pen pencil pepper piano picture pig pillow pilot pink
+pipe pizza plane plant plate pocket pond potato prince purple queen quick quiet rabbit radio rain red rice river
+road robot rock roof room rope rose salt sand school sea seed sheep shelf ship shirt shoe shop silver sister sky
+small smile snake snow soap sock soft song soup south spider spoon spring square star station stone storm street
+strong sugar summer sun sweet table tail tea teacher tent tiger toast tomato tooth tower town toy train tree truck
+uncle valley village violin voice wagon wall warm watch water wave west wet wheel white wide wild wind window
+winter wolf wood wool yard yellow young zebra
+"""
+WORDS = tuple(_WORDS.split())
 ANSWER_ONLY = "Answer with one word only."
 WORDS_ONLY = "Answer with the words only."
 SAME_CASE = (VerifierUse(name="exact", params={"ignore_punctuation": True}),)
@@ -85,7 +84,9 @@ def last_word(level: int, rng: np.random.Generator) -> Draft:
 def first_letter(level: int, rng: np.random.Generator) -> Draft:
     words = pick(rng, level + 1)
     if level == 0:
-        prompt = ask(f"What is the first letter of: {words[0]}", system="Answer with one letter only.")
+        prompt = ask(
+            f"What is the first letter of: {words[0]}", system="Answer with one letter only."
+        )
     else:
         question = f"What is the first letter of each word: {' '.join(words)}"
         prompt = ask(question, system="Answer with the letters only, spaces between.")
@@ -101,7 +102,9 @@ def first_letter(level: int, rng: np.random.Generator) -> Draft:
 )
 def uppercase(level: int, rng: np.random.Generator) -> Draft:
     words = " ".join(pick(rng, (1, 2, 3, 5)[level]))
-    return Draft(prompt=ask(f"Write in capital letters: {words}", system=WORDS_ONLY), answer=words.upper())
+    return Draft(
+        prompt=ask(f"Write in capital letters: {words}", system=WORDS_ONLY), answer=words.upper()
+    )
 
 
 @domain(
@@ -153,7 +156,9 @@ def odd_one(level: int, rng: np.random.Generator) -> Draft:
     common, odd = pick(rng, 2)
     words = [common] * (3, 4, 6, 9)[level]
     words[int(rng.integers(len(words)))] = odd
-    return Draft(prompt=ask(f"Which word differs: {' '.join(words)}", system=ANSWER_ONLY), answer=odd)
+    return Draft(
+        prompt=ask(f"Which word differs: {' '.join(words)}", system=ANSWER_ONLY), answer=odd
+    )
 
 
 @domain(
@@ -184,7 +189,10 @@ def count_letters(level: int, rng: np.random.Generator) -> Draft:
     else:
         counts = Counter("".join(words))
         letter = sorted(counts)[int(rng.integers(len(counts)))]
-        question, count = f"How many times is the letter {letter} in: {' '.join(words)}", counts[letter]
+        question, count = (
+            f"How many times is the letter {letter} in: {' '.join(words)}",
+            counts[letter],
+        )
     return Draft(prompt=ask(question, system=NUMBER_ONLY), answer=str(count))
 
 
@@ -210,4 +218,6 @@ def yes_no(level: int, rng: np.random.Generator) -> Draft:
     else:
         first, second = sorted(pick(rng, 2), reverse=not yes)
         question = f"Does {first} come before {second} in the dictionary?"
-    return Draft(prompt=ask(question, system="Answer yes or no only."), answer="yes" if yes else "no")
+    return Draft(
+        prompt=ask(question, system="Answer yes or no only."), answer="yes" if yes else "no"
+    )
