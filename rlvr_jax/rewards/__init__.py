@@ -3,7 +3,7 @@
 Importing this enters every verifier in ``VERIFIERS``; what a verifier needs beyond numpy is imported when it runs.
 """
 
-from rlvr_jax.rewards import exact, format, json_schema, numeric, reasoning_gym, regex
+from rlvr_jax.rewards import exact, format, json_schema, maths, numeric, reasoning_gym, regex
 from rlvr_jax.rewards.pool import VerifierPool
 from rlvr_jax.rewards.registry import VERIFIERS, VerifierSpec
 
@@ -14,6 +14,7 @@ __all__ = [
     "exact",
     "format",
     "json_schema",
+    "maths",
     "numeric",
     "reasoning_gym",
     "regex",
