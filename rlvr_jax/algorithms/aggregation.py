@@ -90,12 +90,8 @@ def sum_by_sample(
     values, mask = jnp.asarray(values, jnp.float32), jnp.asarray(mask) > 0
     sample_ids = jnp.asarray(sample_ids)
     chex.assert_equal_shape([values, mask, sample_ids])
-    # Masked tokens go to one bin past the end, so that an id of -1 cannot wrap around to the last sequence.
-    bins = jnp.where(mask, sample_ids, num_samples)
-    sums = jax.ops.segment_sum(
-        jnp.where(mask, values, 0.0).ravel(), bins.ravel(), num_segments=num_samples + 1
-    )
-    return sums[:num_samples]
+    summands = jnp.where(mask, values, 0.0)
+    return jax.ops.segment_sum(summands.ravel(), sample_ids.ravel(), num_segments=num_samples)
 
 
 def spread_by_sample(values: ArrayLike, mask: ArrayLike, sample_ids: ArrayLike) -> jax.Array:

@@ -157,6 +157,18 @@ def test_gradient_and_metrics_are_the_same_packed_shared_or_one_a_row(mode):
     assert_same(shared, step(one_sequence_a_row(), config))
 
 
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
+def test_gradient_and_metrics_are_the_same_on_one_device_and_spread_over_eight(mode):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    spread = jax.device_put(packed(rows=8), rows)
+    weights, token_weights = batch_weights(spread, everything_on(mode), num_samples=NUM_SAMPLES)
+    assert_same(
+        micro_step(PARAMS, spread, weights, token_weights, everything_on(mode)),
+        step(packed(rows=8), everything_on(mode)),
+    )
+
+
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_importance_weights_are_the_same_packed_or_cut(level):
     config = everything_on(rollout_is=level, rollout_is_threshold=1.5)
