@@ -30,7 +30,7 @@ def get_config(arg: str = "") -> ConfigDict:
         dict(
             # Files, globs, slices (chat.jsonl@[:1000]) or tfds:NAME?split=train.
             sources=(str(EXAMPLE),),
-            # Shares of the conversations from each source, each repeated without end; () reads all of all, epoch by epoch.
+            # Shares of the conversations from each source, each repeated; () reads all of all, epoch by epoch.
             weights=(),
             # 0 goes on until num_steps; else the run ends with whichever comes first.
             num_epochs=0,
@@ -60,8 +60,8 @@ def get_config(arg: str = "") -> ConfigDict:
     if arg == "tiny":
         config.model = "tiny"
         config.num_steps = 8
-        config.optimizer.learning_rate = 3e-3
-        config.train.row_length = 128
+        config.optimizer.learning_rate = 1e-2
+        config.optimizer.warmup_steps = 1
         config.checkpoint.every = 4
         config.eval.every = 4
     elif arg:

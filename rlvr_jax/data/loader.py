@@ -40,8 +40,6 @@ class ChatDataset(Iterator[TrainBatch]):
     """Batches of conversations, with a state that can be saved as JSON. Made by ``chat_dataset``.
 
     Attributes:
-      counts: conversations so far: ``read``, ``truncated`` (cut to the row length, still trained on) and ``dropped``
-        (nothing left to train on). Packing reads ahead, so they lead the batches by up to the open rows.
       num_batches: batches given out so far, over all runs that this one resumes.
     """
 
@@ -51,7 +49,8 @@ class ChatDataset(Iterator[TrainBatch]):
         self._iterator = iter(batches)
         self._start = self._iterator.get_state()
         self._identity = identity
-        self.counts = counts
+        self._counts = counts
+        self._counts_before = dict(counts)
         self.num_batches = 0
 
     def __next__(self) -> TrainBatch:
@@ -59,12 +58,22 @@ class ChatDataset(Iterator[TrainBatch]):
         self.num_batches += 1
         return batch
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """Conversations so far: ``read``, ``truncated`` (cut to a row, trained on), ``dropped`` (nothing to train on).
+
+        Packing reads ahead, so they lead the batches by up to the rows that are open.
+        """
+        # A resumed iterator goes back to where the open rows began, and counts up to here once more.
+        return {name: max(count, self._counts_before[name]) for name, count in self._counts.items()}
+
     def get_state(self) -> dict[str, Any]:
         """JSON from which ``set_state`` continues with exactly the batch that would have come next."""
         return {
             "version": _STATE_VERSION,
             "identity": self._identity,
             "num_batches": self.num_batches,
+            "counts": self.counts,
             "iterator": self._iterator.get_state(),
         }
 
@@ -93,9 +102,11 @@ class ChatDataset(Iterator[TrainBatch]):
                 stacklevel=2,
             )
             self._iterator.set_state(self._start)
+            self._counts_before = dict(self._counts)
             self.num_batches = 0
             return
         self._iterator.set_state(state["iterator"])
+        self._counts_before = state["counts"]
         self.num_batches = state["num_batches"]
 
 

@@ -224,12 +224,12 @@ def test_a_resumed_iterator_gives_exactly_the_batches_that_were_left(stop_after,
     killed = fresh()
     for _ in range(stop_after):
         next(killed)
-    saved = json.dumps(killed.get_state())
+    saved, counts = json.dumps(killed.get_state()), dict(killed.counts)
     for _ in range(3):  # what runs on after the checkpoint must not show in it
         next(killed)
     resumed = fresh()
     resumed.set_state(json.loads(saved))
-    assert resumed.num_batches == stop_after
+    assert (resumed.num_batches, resumed.counts) == (stop_after, counts)
     for expected in batches[stop_after:]:
         assert_same(next(resumed), expected)
     assert resumed.counts == whole.counts
@@ -241,6 +241,7 @@ def test_the_same_iterator_can_be_wound_back():
     state = dataset.get_state()
     first = [next(dataset) for _ in range(5)]
     dataset.set_state(state)
+    assert dataset.counts == {"read": 0, "truncated": 0, "dropped": 0}
     for expected in first:
         assert_same(next(dataset), expected)
 

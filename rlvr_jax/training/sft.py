@@ -1,0 +1,359 @@
+"""Supervised fine-tuning on conversations: one straight line from files to weights that RL can start from.
+
+The loss is the negative log-likelihood of the assistant's tokens, averaged over all trained tokens of a batch, through
+the forward pass, the optimizer and the checkpoints of ``training/rl.py``. A run leaves in its folder ``metrics.jsonl``,
+``checkpoints/``, ``summary.json`` and ``model/``, a Hugging Face directory that ``load_pretrained`` takes. Running it
+again resumes: a run that was killed ends in the same parameters, bit for bit, as one that was not.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+
+from rlvr_jax.algorithms.aggregation import loss_weights
+from rlvr_jax.checkpoint.manager import Checkpointer
+from rlvr_jax.data.loader import ChatDataset, chat_dataset
+from rlvr_jax.data.sources import Source, open_source, split_source
+from rlvr_jax.distributed.mesh import make_mesh, num_row_shards
+from rlvr_jax.distributed.sharding import replicated, spec
+from rlvr_jax.errors import ConfigError
+from rlvr_jax.metrics import MetricsLogger
+from rlvr_jax.models.config import ModelConfig
+from rlvr_jax.models.decoder import REMAT_POLICIES, STRICT, Params
+from rlvr_jax.models.policy_head import LogitTransform, batch_logprobs
+from rlvr_jax.models.weights import save_weights
+from rlvr_jax.training.policy import load_pretrained
+from rlvr_jax.training.state import (
+    OptimizerConfig,
+    abstract_state,
+    init_state,
+    learning_rate_schedule,
+    make_optimizer,
+    state_shardings,
+)
+from rlvr_jax.training.workdir import open_workdir
+from rlvr_jax.types import TrainBatch, TrainState
+
+# (params, batch [B, T]) -> float32[B, T], nats, 0 where nothing is trained
+Loss = Callable[[Params, TrainBatch], jax.Array]
+
+COLUMNS = {
+    "loss": "loss",
+    "eval/loss": "eval loss",
+    "grad_norm": "grad norm",
+    "perf/tokens_per_s": "tok/s",
+}
+
+
+def train(config: Any, workdir: str | Path, *, fresh: bool = False) -> dict[str, Any]:
+    """Fine-tunes ``config.model`` on ``config.data``.
+
+    Args:
+      config: a ConfigDict, as of ``configs/sft_chat.py``.
+      workdir: gets checkpoints, metrics, the model. What is there is resumed.
+      fresh: start over.
+
+    Returns:
+      The summary, also in ``summary.json``: ``eval_loss_before`` and ``eval_loss_after`` (nats a token over the
+      held-out conversations; None when none are held out), ``steps``, ``seconds`` (of all runs of this folder),
+      ``seed``, ``device``, ``data`` (how many conversations were read, truncated and dropped).
+
+    Raises:
+      ConfigError, ValueError: a setting or a record that cannot work.
+      WeightsError: no such model.
+      CheckpointError: a checkpoint could not be written; the one before is intact.
+    """
+    clock = time.perf_counter()
+    folder = open_workdir(workdir, config, fresh=fresh)
+
+    # The model, on its mesh.
+    pretrained = load_pretrained(config.model)
+    model, tokenizer = pretrained.config, pretrained.tokenizer
+    mesh = make_mesh(**config.mesh)
+    optimizer_config = OptimizerConfig(num_steps=config.num_steps, **config.optimizer)
+    learning_rate = learning_rate_schedule(optimizer_config)
+    optimizer = make_optimizer(optimizer_config)
+    shardings = state_shardings(model, optimizer, mesh)
+    _check_settings(config, model, num_row_shards(mesh))
+
+    # What it learns from, and what it is judged on.
+    sources = [open_source(source) for source in config.data.sources]
+    held_out: list[Source] = []
+    if config.data.held_out:
+        # The split does not follow config.seed: no seed may train on what another holds out.
+        pairs = [split_source(source, config.data.held_out, seed=0) for source in sources]
+        sources, held_out = [kept for kept, _ in pairs], [rest for _, rest in pairs]
+    read = functools.partial(
+        chat_dataset,
+        render=pretrained.chat.render_with_mask,
+        length=config.train.row_length,
+        batch_size=config.train.batch_rows,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+    )
+    data = read(
+        sources,
+        seed=config.seed,
+        weights=config.data.weights or None,
+        num_epochs=config.data.num_epochs or None,
+    )
+
+    # What is computed.
+    loss = functools.partial(
+        negative_log_likelihood, model=model, dtype=config.dtype, remat=config.train.remat
+    )
+    train_step = jax.jit(
+        functools.partial(update, loss=loss, optimizer=optimizer),
+        donate_argnums=0,
+        out_shardings=(shardings, replicated(mesh)),
+        compiler_options=STRICT,
+    )
+    eval_step = jax.jit(
+        functools.partial(sum_and_count, loss=loss),
+        out_shardings=replicated(mesh),
+        compiler_options=STRICT,
+    )
+    micro_rows = config.train.micro_rows or config.train.batch_rows
+    place = functools.partial(
+        place_batch, mesh=mesh, num_pieces=config.train.batch_rows // micro_rows
+    )
+
+    def evaluate(params: Params) -> float | None:
+        """Loss on the held-out conversations, nats a token."""
+        if not held_out:
+            return None
+        sums = [eval_step(params, place(batch)) for batch in read(held_out, seed=0, num_epochs=1)]
+        total, count = np.sum(jax.device_get(sums), axis=0)
+        return float(total / count)
+
+    with (
+        jax.set_mesh(mesh),
+        Checkpointer(folder / "checkpoints", keep=config.checkpoint.keep) as checkpointer,
+        MetricsLogger(
+            folder if jax.process_index() == 0 else None,
+            total_steps=config.num_steps,
+            console=jax.process_index() == 0,
+            columns=COLUMNS,
+        ) as logger,
+    ):
+        # Where it starts: the newest checkpoint, or the pretrained weights.
+        step, seconds_before = 0, 0.0
+        restored = checkpointer.restore(abstract_state(model, optimizer, mesh))
+        if restored is not None:
+            step, state = restored.step, restored.state
+            data.set_state(restored.host["data"])
+            eval_loss_before = restored.host["eval_loss_before"]
+            seconds_before = restored.host["seconds"]
+            logger.info(f"resuming at step {step} of {config.num_steps}")
+        else:
+            state = init_state(model, pretrained.params, optimizer, mesh, seed=config.seed)
+            eval_loss_before = evaluate(state.params)
+        first_step = step
+        pretrained = None  # its NumPy weights are not needed any more
+        logger.truncate(step)
+
+        def save() -> None:
+            host = {
+                "data": data.get_state(),
+                "eval_loss_before": eval_loss_before,
+                "seconds": seconds_before + time.perf_counter() - clock,
+            }
+            checkpointer.save(step, state, host)
+
+        def log_evaluation() -> float | None:
+            value = evaluate(state.params)
+            if value is not None:
+                logger.log(step - 1, {"eval/loss": value})
+            return value
+
+        last: tuple[int, dict[str, Any]] | None = None
+        began = time.perf_counter()
+        while step < config.num_steps:
+            batch = next(data, None)
+            if batch is None:  # config.data.num_epochs are over
+                break
+            with jax.transfer_guard("disallow"):
+                state, metrics = train_step(state, place(batch))
+            if last is not None:  # while the devices work: the step before, whose numbers are there
+                logger.log(*jax.device_get(last))
+            now = time.perf_counter()
+            metrics["learning_rate"] = learning_rate(step)
+            last = step, metrics | _host_metrics(batch, data, seconds=now - began)
+            step, began = step + 1, now
+            if step == config.num_steps:
+                break
+            if held_out and config.eval.every and step % config.eval.every == 0:
+                logger.log(*jax.device_get(last))
+                last = None
+                log_evaluation()
+            if config.checkpoint.every and step % config.checkpoint.every == 0:
+                save()
+        if last is not None:
+            logger.log(*jax.device_get(last))
+        if step > first_step:
+            save()
+        eval_loss_after = log_evaluation()
+
+    params = _on_host(state.params)
+    summary = {
+        "eval_loss_before": eval_loss_before,
+        "eval_loss_after": eval_loss_after,
+        "steps": step,
+        "seconds": seconds_before + time.perf_counter() - clock,
+        "seed": config.seed,
+        "device": jax.devices()[0].device_kind,
+        "data": data.counts,
+    }
+    if jax.process_index() == 0:
+        shutil.rmtree(folder / "model", ignore_errors=True)
+        save_weights(folder / "model", model, params, tokenizer_files=tokenizer.files())
+        (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    return summary
+
+
+def negative_log_likelihood(
+    params: Params, batch: TrainBatch, *, model: ModelConfig, dtype: str, remat: str
+) -> jax.Array:
+    """-log p(token | what precedes it in its conversation): float32[B, T], nats, 0 where ``loss_mask`` is 0."""
+    logprobs, _ = batch_logprobs(
+        model,
+        params,
+        batch,
+        transform=LogitTransform(),
+        num_targets=batch.tokens.shape[1],
+        dtype=jnp.dtype(dtype),
+        remat=remat,
+    )
+    return -logprobs
+
+
+def update(
+    state: TrainState, pieces: TrainBatch, *, loss: Loss, optimizer: optax.GradientTransformation
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """One optimizer step on ``sum(loss) / number of trained tokens``, both over the whole batch.
+
+    The gradient is summed piece by piece, each piece with its part of the global mean, so that it is the same for any
+    number of pieces. A batch with nothing to train on, or a gradient that is not finite, changes nothing but the step
+    count (``update_skipped`` is 1).
+
+    Args:
+      state: as its type says.
+      pieces: arrays [A, B, T]: A micro-batches of B rows.
+      loss: of every trained token.
+      optimizer: optax.
+
+    Returns:
+      (new state, metrics: float32[] each).
+    """
+    weights = loss_weights(
+        pieces.loss_mask, pieces.sample_ids, mode="token-mean", num_samples=pieces.tokens.size
+    )
+
+    def weighted(params: Params, piece: TrainBatch, weight: jax.Array) -> jax.Array:
+        return jnp.sum(weight * loss(params, piece))
+
+    def add(total: Any, piece: tuple[TrainBatch, jax.Array]) -> tuple[Any, None]:
+        return jax.tree.map(
+            jnp.add, total, jax.value_and_grad(weighted)(state.params, *piece)
+        ), None
+
+    zero = jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.params)
+    (mean_loss, grads), _ = jax.lax.scan(add, zero, (pieces, weights))
+    grad_norm = optax.tree.norm(grads)
+    usable = jnp.isfinite(grad_norm) & (jnp.sum(weights) > 0)
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+
+    def choose(new: Any, old: Any) -> Any:
+        return jax.tree.map(lambda a, b: jnp.where(usable, a, b), new, old)
+
+    new_state = TrainState(
+        step=state.step + 1,
+        params=choose(params, state.params),
+        opt_state=choose(opt_state, state.opt_state),
+        key=state.key,
+    )
+    return new_state, {"loss": mean_loss, "grad_norm": grad_norm, "update_skipped": 1.0 - usable}
+
+
+def sum_and_count(params: Params, pieces: TrainBatch, *, loss: Loss) -> jax.Array:
+    """float32[2]: the summed loss of a batch [A, B, T], and its number of trained tokens."""
+    total = jnp.sum(jax.lax.map(lambda piece: jnp.sum(loss(params, piece)), pieces))
+    return jnp.stack([total, jnp.sum(pieces.loss_mask > 0).astype(jnp.float32)])
+
+
+def place_batch(batch: TrainBatch, *, mesh: jax.sharding.Mesh, num_pieces: int) -> TrainBatch:
+    """This process's rows [B, T] -> its part of global arrays [num_pieces, B * processes / num_pieces, T]."""
+    sharding = NamedSharding(mesh, PartitionSpec(None, *spec("rows")))
+
+    def place(rows: Any) -> jax.Array:
+        pieces = rows.reshape(num_pieces, -1, rows.shape[-1])
+        return jax.make_array_from_process_local_data(sharding, pieces)
+
+    return jax.tree.map(place, batch)
+
+
+def _host_metrics(batch: TrainBatch, data: ChatDataset, *, seconds: float) -> dict[str, Any]:
+    """What the host knows of a step; tokens are those of all processes, taken to have as many as this one."""
+    real = int(np.count_nonzero(batch.segment_ids)) * jax.process_count()
+    return {
+        "perf/tokens_per_s": real / seconds,
+        "perf/step_s": seconds,
+        "data/fill": real / (batch.segment_ids.size * jax.process_count()),
+        **{f"data/{name}": count for name, count in data.counts.items()},
+    }
+
+
+def _on_host(params: Params) -> Params:
+    """NumPy copies of sharded arrays, whole; every process takes part."""
+
+    def gather(array: jax.Array) -> np.ndarray:
+        if array.is_fully_addressable:
+            return np.asarray(array)
+        return multihost_utils.process_allgather(array, tiled=True)
+
+    return jax.tree.map(gather, params)
+
+
+def _check_settings(config: Any, model: ModelConfig, num_shards: int) -> None:
+    """Raises ConfigError for what cannot work, before anything is computed."""
+    rows, micro_rows, length = (
+        config.train.batch_rows,
+        config.train.micro_rows or config.train.batch_rows,
+        config.train.row_length,
+    )
+    if rows < 1 or micro_rows < 1 or rows % micro_rows:
+        raise ConfigError(
+            f"train.batch_rows ({rows}) must be a positive multiple of train.micro_rows ({micro_rows}); change either"
+        )
+    if micro_rows % num_shards:
+        raise ConfigError(
+            f"train.micro_rows ({micro_rows}; all of train.batch_rows when 0) must be divisible by the data and fsdp "
+            f"axes of the mesh ({num_shards}); change config.train.micro_rows, config.train.batch_rows or config.mesh"
+        )
+    if length > model.max_length:
+        raise ConfigError(
+            f"train.row_length ({length}) is more than the context of {config.model} ({model.max_length} tokens); "
+            "lower config.train.row_length"
+        )
+    if config.train.remat not in REMAT_POLICIES:
+        raise ConfigError(
+            f"train.remat is {config.train.remat!r}; expected one of {', '.join(REMAT_POLICIES)}"
+        )
+    if config.dtype not in ("float32", "bfloat16"):
+        raise ConfigError(f"dtype is {config.dtype!r}; expected float32 or bfloat16")
+    if config.num_steps < 1:
+        raise ConfigError(f"num_steps is {config.num_steps}; expected at least 1")
