@@ -48,7 +48,7 @@ class JsonSchema:
             raise ValueError(
                 f"task {task.key} has no JSON schema; give schema=, or metadata['schema']"
             )
-        schema = dict(schema) if isinstance(schema, Mapping) else schema
+        schema: Any = dict(schema) if isinstance(schema, Mapping) else schema
         validator_class = validator_for(schema, default=validator_for({}))
         validator_class.check_schema(schema)
         value = read_json(response)

@@ -1,10 +1,9 @@
 r"""``math``: the answer is mathematically the same as the gold one.
 
-The answer is taken out by ``extraction``, read by the strict grammar of ``latex`` and compared by ``equivalence``. Sums,
+The answer is taken out by ``extraction``, read and compared by ``equivalence``, whose grammar is strict. Sums,
 integrals and limits are beyond that grammar and go to math-verify, whose parser salvages what it can and whose
 comparison rounds absolutely: it sees them only when the text passes an allow-list, and its "equal" counts only if it
-stands up to a relative comparison. Anything else that cannot be read is right only if it is the gold answer letter by
-letter.
+stands up to a relative comparison. Anything else that cannot be read is right only if it is the gold answer letter by letter.
 """
 
 from __future__ import annotations
@@ -14,10 +13,11 @@ import logging
 import re
 from typing import Any
 
-from rlvr_jax.rewards.equivalence import equivalent
+from rlvr_jax.rewards.equivalence.compare import equivalent
+from rlvr_jax.rewards.equivalence.grammar import parse
+from rlvr_jax.rewards.equivalence.notation import tidy
+from rlvr_jax.rewards.equivalence.terms import Term, Unreadable
 from rlvr_jax.rewards.extraction import check_mode, extract, last_boxed
-from rlvr_jax.rewards.latex import Term, Unreadable, parse
-from rlvr_jax.rewards.notation import tidy
 from rlvr_jax.rewards.registry import VERIFIERS, accepted_answers, require_extra
 from rlvr_jax.types import Task
 
@@ -36,7 +36,7 @@ _WHITE_SPACE = re.compile(
 @VERIFIERS.register("math")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Math:
-    r"""1.0 if the response's answer is equivalent to ``task.answer`` (or any of its items, when it is a list), else 0.0.
+    r"""1.0 if the response's answer is equivalent to ``task.answer`` (or to any of its items, if a list), else 0.0.
 
     Attributes:
       mode: where the answer is: ``boxed`` (the last complete ``\boxed{}``; without one, 0.0), ``tagged`` or ``whole``
@@ -69,8 +69,6 @@ def answers_equal(gold: str, answer: str) -> bool:
     if len(answer) > MAX_ANSWER or len(gold) > MAX_ANSWER:
         return gold.strip() == answer.strip()
     gold, answer = _unboxed(gold), _unboxed(answer)
-    if not answer.strip():
-        return False
     gold, answer = tidy(gold), tidy(answer)
     if _without_space(gold) == _without_space(answer):
         return True
@@ -81,12 +79,9 @@ def answers_equal(gold: str, answer: str) -> bool:
 
 
 def _unboxed(text: str) -> str:
-    inner = last_boxed(text)
-    return (
-        text
-        if inner is None or not text.strip().startswith("\\") or not text.strip().endswith("}")
-        else inner
-    )
+    """A gold answer may come in its box."""
+    inner = last_boxed(text) if re.match(r"\s*\\(?:boxed|fbox)", text) else None
+    return inner or text
 
 
 def _without_space(text: str) -> str:

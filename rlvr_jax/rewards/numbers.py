@@ -76,7 +76,7 @@ class Found:
 
 
 def parse_decimal(text: str) -> Fraction | None:
-    """Reads ``12``, ``1,234.5``, ``.5``, ``1.5e-3`` or ``3/4``, without sign; None for anything else or out of bounds."""
+    """Reads ``12``, ``1,234.5``, ``.5``, ``1.5e-3`` or ``3/4``, unsigned; None for anything else or out of bounds."""
     if len(text) > MAX_DIGITS:
         return None
     numerator, slash, denominator = text.partition("/")

@@ -41,6 +41,10 @@ _TICK_S = 1.0  # every wait for another thread wakes up this often
 _CLOSED: _Verdict = ("failed", 0.0, "the verifier pool was closed")
 
 
+def _failed(detail: str) -> _Verdict:
+    return ("failed", 0.0, detail)
+
+
 @dataclasses.dataclass(eq=False)
 class _Call:
     """One ``score`` in flight."""
@@ -171,7 +175,7 @@ def _run(shared: _Shared, worker: WorkerProcess, chunk: _Chunk) -> tuple[list[_V
             lost = True
     if lost or chunk.key in shared.unloadable:
         detail = shared.unloadable.get(chunk.key, _CLOSED[2])
-        return [("failed", 0.0, detail)] * len(chunk.jobs), not lost
+        return [_failed(detail)] * len(chunk.jobs), not lost
     verdicts: list[_Verdict] = []
     try:
         worker.send(("jobs", shared.timeout_s, chunk.key, chunk.jobs), timeout_s=shared.timeout_s)
@@ -203,7 +207,7 @@ def _serve(shared: _Shared) -> None:
             if chunk is None:
                 return
             if worker is None:
-                shared.settle(chunk, [("failed", 0.0, start_error)] * len(chunk.jobs))
+                shared.settle(chunk, [_failed(start_error)] * len(chunk.jobs))
                 continue
             verdicts, alive = _run(shared, worker, chunk)
             if not alive:

@@ -39,10 +39,10 @@ _ALGEBRA = frozenset(
     {"polynomial_multiplication", "simple_integration", "intermediate_integration"}
 )
 _GRID_OUTPUT = frozenset({"arc_agi", "rearc"})
-_FUNCTIONS = frozenset(
-    ("sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "sinh", "cosh", "tanh")
-    + ("exp", "log", "sqrt", "pi")
-)
+_FUNCTIONS = frozenset({
+    "sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "sinh", "cosh", "tanh", "exp", "log",
+    "sqrt", "pi",
+})  # fmt: skip
 _ALGEBRA_TEXT = re.compile(r"[A-Za-z0-9+\-*/^(). ]{1,2000}")
 _ATTRIBUTE = re.compile(r"\.(?!\d)|[A-Za-z]\.")
 _LARGE_POWER = re.compile(r"(?:\*\*|\^)[( ]*(?:\d{4}|\d+[ ]*(?:\*\*|\^))")
@@ -115,7 +115,7 @@ class ReasoningGym:
 def _load() -> Any:
     reasoning_gym = importlib.import_module("reasoning_gym")
     for module in _EVALUATING_MODULES:
-        importlib.import_module(f"reasoning_gym.{module}").eval = ast.literal_eval
+        vars(importlib.import_module(f"reasoning_gym.{module}"))["eval"] = ast.literal_eval
     return reasoning_gym
 
 
@@ -152,7 +152,11 @@ def _reaches_target(answer: str, entry: Mapping[str, Any], target: int | None) -
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return False
     metadata = entry["metadata"]
-    used = sorted(node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    used = sorted(
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and type(node.value) is int
+    )
     return used == sorted(metadata["numbers"]) and value == (target or metadata["target"])
 
 

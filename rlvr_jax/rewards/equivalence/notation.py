@@ -1,4 +1,4 @@
-r"""The many spellings of one notation: Unicode, plain text and typography brought to the LaTeX that ``latex`` reads.
+r"""The many spellings of one notation: Unicode, plain text and typography brought to the LaTeX that ``grammar`` reads.
 
 Only spelling changes here; nothing is dropped that could carry meaning, and what is broken stays broken.
 """
@@ -57,6 +57,9 @@ _REWRITES = tuple(
 # Wrappers of the whole answer: math delimiters, bold, and a full stop or a comma after it.
 _DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("`", "`"))
 _BOX = re.compile(r"\\(?:boxed|fbox)(?=\s*\{)")
+_TEXT_NUMBER = re.compile(
+    r"^\\(?:text|textbf|textit|textrm|mbox|mathrm)\s*\{([^{}\\]*\d[^{}\\]*)\}$"
+)
 _TRAILING = re.compile(r"(?:[\s.,;:]|\\\\|\\$|~|\\[,;:! ]|\\q?quad(?![a-zA-Z]))+$")
 
 
@@ -69,6 +72,7 @@ def tidy(text: str) -> str:
         text = "".join(map(_plain, text))
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
+    text = _TEXT_NUMBER.sub(r"\1", text)
     text = _BOX.sub("", text)  # a box within the answer: its braces stay, as a group
     return text.replace("*", r"\cdot ").strip()
 

@@ -1,7 +1,7 @@
 """Whether two answers, read as terms, are the same answer.
 
 Shapes are compared first (a tuple is no set, a ratio no number, an equation no value), values inside them with
-``evaluate.scalars_equal``. What people leave out is forgiven: ``x = 5`` is 5, ``5 cm`` is 5 when only one side has a
+``values.scalars_equal``. What people leave out is forgiven: ``x = 5`` is 5, ``5 cm`` is 5 when only one side has a
 unit, ``50%`` is 50 or 1/2.
 """
 
@@ -11,14 +11,14 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
-from rlvr_jax.rewards.evaluate import (
+from rlvr_jax.rewards.equivalence.terms import SCALARS, Term
+from rlvr_jax.rewards.equivalence.values import (
     approximate,
     has_head,
     probe,
     scalars_equal,
     symbols,
 )
-from rlvr_jax.rewards.latex import SCALARS, Term
 
 _FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
 _MAX_UNORDERED = 40
@@ -30,6 +30,8 @@ def equivalent(gold: Term, answer: Term) -> bool:
     gold, answer = _expand_signs(gold), _expand_signs(answer)
     if gold == answer:
         return True
+    if "choice" in (gold.head, answer.head):
+        return _choices_equal(gold, answer)
     if _named(gold) and _named(answer) and gold.args[0] == answer.args[0]:
         return equivalent(gold.args[1], answer.args[1])
     if _named(gold) and not _relational(answer):
@@ -44,6 +46,9 @@ def equivalent(gold: Term, answer: Term) -> bool:
     answer, answer_unit = _without_unit(answer)
     if gold_unit and answer_unit and gold_unit != answer_unit:
         return False
+    if {gold_unit, answer_unit} == {"°", ""} and {gold.head, answer.head} <= SCALARS:
+        degrees, other = (gold, answer) if gold_unit else (answer, gold)
+        return scalars_equal(gold, answer) or scalars_equal(Term("degree", (degrees,)), other)
     if "%" in (gold_unit, answer_unit):
         return _percentages_equal(gold, gold_unit, answer, answer_unit)
     return _shapes_equal(gold, answer)
@@ -107,12 +112,12 @@ def _with_sign(term: Term, sign: int) -> Term:
 
 def _named(term: Term) -> bool:
     """``name = value`` (or ``name in set``): a symbol, a function of something or a tuple of symbols on the left."""
-    if term.head != "relation" or len(term.args) != 2 or term.value[0] not in ("=", "in"):
+    if term.head != "relation" or len(term.args) != 2 or term.value[0] not in ("=", "==", "in"):
         return False
     left, right = term.args
     label = (
         left.head in ("symbol", "text")
-        or (left.head == "call" and len(left.value) == 1)
+        or (left.head == "call" and len(left.value.partition("^")[0]) == 1)
         or (left.head == "group" and all(item.head == "symbol" for item in left.args))
         or (left.head == "abs" and left.args[0].head == "symbol")
     )
@@ -134,6 +139,14 @@ def _is_chain(term: Term) -> bool:
 def _chain_holds(term: Term) -> bool:
     """Whether ``2 + 3 = 5`` is true, so that it states the value 5."""
     return all(map(scalars_equal, term.args, term.args[1:]))
+
+
+def _choices_equal(gold: Term, answer: Term) -> bool:
+    """ "(B) 12" is B, and it is 12; both must agree where both sides give both."""
+    if gold.head == answer.head:
+        return gold.value == answer.value and equivalent(gold.args[0], answer.args[0])
+    choice, other = (gold, answer) if gold.head == "choice" else (answer, gold)
+    return other == Term("symbol", value=choice.value) or equivalent(choice.args[0], other)
 
 
 # Units and percent

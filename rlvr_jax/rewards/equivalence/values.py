@@ -1,8 +1,8 @@
 """Values of scalar terms: exact rationals where they are rational, else numbers of high precision at chosen points.
 
-Two scalars are equal when they agree exactly, or (with radicals, functions or symbols) numerically at two precisions and
-at several points. Comparison is relative: 1/2004! and 1/2006! differ. Symbols are real; a point where a side is not real
-(the square root of a negative number) is no evidence either way, so sqrt(1/n) = 1/sqrt(n) and |x| != x. Sizes are
+Two scalars are equal when they agree exactly, or (with radicals, functions or symbols) numerically at two precisions
+and at several points. Comparison is relative: 1/2004! and 1/2006! differ. Symbols are real; a point where a side is not
+real (the square root of a negative number) is no evidence either way, so sqrt(1/n) = 1/sqrt(n) and |x| != x. Sizes are
 bounded before anything is computed.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
-from rlvr_jax.rewards.latex import Term
+from rlvr_jax.rewards.equivalence.terms import Term
 
 MAX_BITS = 100_000
 MAX_FACTORIAL = 5_000

@@ -1,0 +1,77 @@
+"""Words in and around answers: functions, units, and the difference between a word and a product of symbols."""
+
+from __future__ import annotations
+
+import re
+
+from rlvr_jax.rewards.equivalence.terms import Term, text_term
+
+PLAIN_FUNCTIONS = {
+    **{
+        name: name
+        for name in ("sin", "cos", "tan", "cot", "sec", "csc", "ln", "log", "exp", "gcd", "lcm")
+    },
+    **{name: name for name in ("arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "max", "min")},
+    **{"asin": "arcsin", "acos": "arccos", "atan": "arctan"},
+}
+SCALES = {"thousand": "1000", "million": "1000000", "billion": "1000000000"}
+SEPARATOR_WORDS = frozenset({
+    "and", "or",
+})  # fmt: skip
+CURRENCY = {"$": "$", "€": "€", "£": "£", "¥": "¥"}
+UNITS = frozenset({
+    "AM", "EUR", "GBP", "Hz", "MJ", "PM", "USD", "am", "cm", "deg", "dm", "eV", "ft", "hr", "hrs", "kHz",
+    "kJ", "kW", "kg", "km", "kmh", "kph", "lb", "lbs", "mL", "mg", "mi", "min", "mins", "ml", "mm", "mol",
+    "mph", "ms", "nd", "nm", "oz", "pm", "rad", "rd", "sec", "secs", "sq", "st", "th", "yd",
+})  # fmt: skip
+SHORT_WORDS = frozenset({
+    "All", "No", "None", "Odd", "Yes", "all", "any", "for", "no", "none", "not", "odd", "one", "red", "six",
+    "ten", "the", "two", "yes",
+})  # fmt: skip
+UNIT_NAMES = {
+    "dollar": "$", "dollars": "$", "usd": "$", "degree": "°", "degrees": "°", "deg": "°", "percent": "%",
+    "centimeters": "cm", "centimeter": "cm", "centimetres": "cm", "meters": "m", "meter": "m", "metres": "m",
+    "kilometers": "km", "kilometer": "km", "inches": "in", "inch": "in", "feet": "ft", "foot": "ft", "miles": "mi",
+    "mile": "mi", "hours": "h", "hour": "h", "hrs": "h", "hr": "h", "minutes": "min", "minute": "min", "mins": "min",
+    "seconds": "s", "second": "s", "sec": "s", "secs": "s", "kilograms": "kg", "grams": "g", "gram": "g",
+    "radians": "rad", "units": "unit", "liters": "l", "litres": "l", "years": "year", "days": "day",
+}  # fmt: skip
+_TEXT_GROUP = re.compile(
+    r"\\(?:text|textbf|textit|textrm|textnormal|mbox|mathrm)\s*\{([^{}\\$]*)\}"
+)
+
+
+def as_prose(text: str) -> Term | None:
+    """The text as words, if it is nothing but words."""
+    words = _TEXT_GROUP.sub(r" \1 ", text)
+    if not re.fullmatch(r"[^\d\\^_=<>+*/{}\[\]|$%&]+", words) or not re.search(
+        r"[^\W\d_]{2}", words
+    ):
+        return None
+    pieces = re.findall(r"[^\W\d_]+", words)
+    known = [p for p in pieces if p in PLAIN_FUNCTIONS or p in ("sqrt", "pi", "infinity")]
+    separators = [p for p in pieces if p in SEPARATOR_WORDS]
+    long = [p for p in pieces if len(p) >= 4 or p in SHORT_WORDS or p in UNITS]
+    wrapped = words != text and not re.search(r"[^\W\d_]", _TEXT_GROUP.sub("", text))
+    if (
+        known
+        or separators
+        or "," in words
+        or not (long or wrapped or len(pieces) > 2 or not words.isascii())
+    ):
+        return None
+    return text_term(words)
+
+
+def unit_name(unit: str) -> str:
+    """One spelling per unit: "square centimeters" and "cm^2" are the same."""
+    words = re.sub(r"\s*([/^.])\s*", r"\1", unit.strip(" .").replace(" per ", "/")).split()
+    power = ""
+    if words and words[0].casefold() in ("square", "sq", "cubic", "cu") and len(words) > 1:
+        power = "^2" if words[0].casefold().startswith("sq") else "^3"
+        words = words[1:]
+    named = [
+        re.sub(r"[A-Za-z]+", lambda m: UNIT_NAMES.get(m[0].casefold(), m[0]), word)
+        for word in words
+    ]
+    return " ".join(named) + power
