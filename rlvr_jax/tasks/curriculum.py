@@ -9,9 +9,10 @@ level in three moves (``difficulty="adaptive"``):
    taken to be somewhat harder than the one below it: the curriculum climbs as levels are mastered, and looks again at
    what it has not seen for long.
 2. *Thompson draw.* One success rate p is drawn for each level: levels known little about are tried now and then.
-3. *Choice.* The level whose p is nearest to the middle of the target range: the hardest one when all are mastered, the
-   easiest when nothing works. Drawing among all levels inside the range instead, in proportion to p (1 - p), had a
-   fifth fewer tasks inside it in simulation: near its edges the range is missed by chance, and by learning.
+3. *Choice.* The level whose p is nearest to the middle of the target range; when none is inside it, that is the one
+   that fails most of those mastered, or the easiest of those that do not work yet. Drawing among all levels inside the
+   range instead, in proportion to p (1 - p), had a fifth fewer tasks inside it in simulation: near its edges the range
+   is missed by chance, and by learning.
 
 Counts are of scored trajectories only: a failed verifier says nothing about difficulty.
 """

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from rlvr_jax.registry import Registry
-from rlvr_jax.types import JSON, Message, Verifier
+from rlvr_jax.types import JSON, Message
 
 # Short names for sets of domains, beside the part of a name before its slash, which is always one.
 GROUPS: Mapping[str, tuple[str, ...]] = {"math": ("arithmetic",)}
@@ -50,12 +50,13 @@ class VerifierUse:
     """One verifier of a domain.
 
     Attributes:
-      name: of a registered verifier (``exact``, ``numeric``, ...), or a picklable callable (Task, response) -> score.
+      name: of a registered verifier (``exact``, ``numeric``, ...), or a picklable callable
+        ``(task, response, **params) -> score``.
       weight: of its verdict in the trajectory's score; a domain's weights sum to 1 so that a right answer scores 1.
-      params: keyword arguments of the registered verifier.
+      params: keyword arguments of the verifier.
     """
 
-    name: str | Verifier
+    name: str | Callable[..., float]
     weight: float = 1.0
     params: Mapping[str, JSON] = dataclasses.field(default_factory=dict)
 

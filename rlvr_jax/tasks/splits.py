@@ -45,8 +45,13 @@ def split_of(task: Task) -> Split:
     return "held_out" if held_out else "train"
 
 
+def task_id(domain: str, prompt: Sequence[Message], answer: JSON) -> str:
+    """The id that goes with a task's content: 16 hexadecimal digits."""
+    return f"{content_hash('id', domain, _words(prompt), answer):016x}"
+
+
 def make_task(domain: Domain, level: int, rng: np.random.Generator) -> Task:
-    """Draws one problem of the level, on either side; its id is 16 hexadecimal digits of its content's hash.
+    """Draws one problem of the level, on either side.
 
     Raises:
       ValueError: the domain has no such level.
@@ -55,7 +60,7 @@ def make_task(domain: Domain, level: int, rng: np.random.Generator) -> Task:
     draft = domain.make(level, rng)
     facts = {"level": level, "source": domain.source, "licence": domain.licence}
     return Task(
-        id=f"{content_hash('id', domain.name, _words(draft.prompt), draft.answer):016x}",
+        id=task_id(domain.name, draft.prompt, draft.answer),
         domain=domain.name,
         prompt=draft.prompt,
         answer=draft.answer,
