@@ -58,7 +58,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config.eval = ConfigDict(dict(every=20))
 
     if arg == "tiny":
-        config.model = "tiny"
+        config.model = "tiny-random"
         config.num_steps = 8
         config.optimizer.learning_rate = 1e-2
         config.optimizer.warmup_steps = 1

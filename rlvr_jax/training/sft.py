@@ -22,6 +22,7 @@ import numpy as np
 import optax
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
+from ml_collections import ConfigDict
 
 from rlvr_jax.algorithms.aggregation import loss_weights
 from rlvr_jax.checkpoint.manager import Checkpointer
@@ -58,11 +59,11 @@ COLUMNS = {
 }
 
 
-def train(config: Any, workdir: str | Path, *, fresh: bool = False) -> dict[str, Any]:
+def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> dict[str, Any]:
     """Fine-tunes ``config.model`` on ``config.data``.
 
     Args:
-      config: a ConfigDict, as of ``configs/sft_chat.py``.
+      config: as ``configs/sft_chat.py``.
       workdir: gets checkpoints, metrics, the model. What is there is resumed.
       fresh: start over.
 
@@ -77,7 +78,6 @@ def train(config: Any, workdir: str | Path, *, fresh: bool = False) -> dict[str,
       CheckpointError: a checkpoint could not be written; the one before is intact.
     """
     clock = time.perf_counter()
-    folder = open_workdir(workdir, config, fresh=fresh)
 
     # The model, on its mesh.
     pretrained = load_pretrained(config.model)
@@ -139,6 +139,7 @@ def train(config: Any, workdir: str | Path, *, fresh: bool = False) -> dict[str,
         total, count = np.sum(jax.device_get(sums), axis=0)
         return float(total / count)
 
+    folder = open_workdir(workdir, config, fresh=fresh)  # nothing is wrong with the settings
     with (
         jax.set_mesh(mesh),
         Checkpointer(folder / "checkpoints", keep=config.checkpoint.keep) as checkpointer,
@@ -328,7 +329,7 @@ def _on_host(params: Params) -> Params:
     return jax.tree.map(gather, params)
 
 
-def _check_settings(config: Any, model: ModelConfig, num_shards: int) -> None:
+def _check_settings(config: ConfigDict, model: ModelConfig, num_shards: int) -> None:
     """Raises ConfigError for what cannot work, before anything is computed."""
     rows, micro_rows, length = (
         config.train.batch_rows,
