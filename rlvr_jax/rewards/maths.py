@@ -3,7 +3,8 @@ r"""``math``: the answer is mathematically the same as the gold one.
 The answer is taken out by ``extraction``, read and compared by ``equivalence``, whose grammar is strict. Sums,
 integrals and limits are beyond that grammar and go to math-verify, whose parser salvages what it can and whose
 comparison rounds absolutely: it sees them only when the text passes an allow-list, and its "equal" counts only if it
-stands up to a relative comparison. Anything else that cannot be read is right only if it is the gold answer letter by letter.
+stands up to a relative comparison. Anything else that cannot be read is right only if it is the gold answer letter by
+letter.
 """
 
 from __future__ import annotations
@@ -113,9 +114,7 @@ def _verified(gold: str, answer: str) -> bool:
         return False
     from math_verify import verify
 
-    logging.getLogger("math_verify").setLevel(
-        logging.ERROR
-    )  # it warns that its own timeouts are off
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns: its timeouts are off
     if not verify(terms[0], terms[1], timeout_seconds=None):
         return False
     return _close(*terms)

@@ -3,9 +3,9 @@
 A *term* is ``Term(head, args, value)``. Scalars: ``number`` (value: a Fraction, and its digits after the point),
 ``symbol`` (name), ``constant`` (e, pi, i, infinity), and ``add mul div pow neg root factorial abs floor ceil percent
 degree binomial call plus_minus`` (value of call: the function). Answers: ``list`` (bare commas, and, or), ``group``
-(brackets with commas; value: the brackets), ``set``, ``union``, ``difference``, ``relation`` (value: operators), ``ratio``,
-``matrix`` (of ``row``), ``text``, ``quantity`` (value: unit), ``based`` (digits with a base), ``numbers`` (R, Z, ...),
-``ellipsis``, ``choice`` (value: the letter).
+(brackets with commas; value: the brackets), ``set``, ``union``, ``difference``, ``relation`` (value: operators),
+``ratio``, ``matrix`` (of ``row``), ``text``, ``quantity`` (value: unit), ``based`` (digits with a base), ``numbers``
+(R, Z, ...), ``ellipsis``, ``choice`` (value: the letter).
 """
 
 from __future__ import annotations
