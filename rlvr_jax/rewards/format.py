@@ -81,9 +81,8 @@ class Format:
                 return False
             starts.append(where[0])
             position = where[0] + 1
-        for section, start, end in zip(
-            self.sections, starts, [*starts[1:], len(lines)], strict=True
-        ):
+        ends = [*starts, len(lines)][1:]
+        for section, start, end in zip(self.sections, starts, ends, strict=True):
             body = [lines[start].strip()[len(section.strip()) :], *lines[start + 1 : end]]
             if not "".join(body).strip():
                 return False
