@@ -131,13 +131,13 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
         place_batch, mesh=mesh, num_pieces=config.train.batch_rows // micro_rows
     )
 
-    def evaluate(params: Params) -> float | None:
-        """Loss on the held-out conversations, nats a token."""
+    def evaluate(params: Params) -> dict[str, float]:
+        """Loss over the held-out conversations, nats a token; nothing when none are held out."""
         if not held_out:
-            return None
+            return {}
         sums = [eval_step(params, place(batch)) for batch in read(held_out, seed=0, num_epochs=1)]
         total, count = np.sum(jax.device_get(sums), axis=0)
-        return float(total / count)
+        return {"eval/loss": float(total / count)}
 
     folder = open_workdir(workdir, config, fresh=fresh)  # nothing is wrong with the settings
     with (
@@ -151,17 +151,17 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
         ) as logger,
     ):
         # Where it starts: the newest checkpoint, or the pretrained weights.
-        step, seconds_before = 0, 0.0
+        step, seconds = 0, 0.0
         restored = checkpointer.restore(abstract_state(model, optimizer, mesh))
         if restored is not None:
             step, state = restored.step, restored.state
             data.set_state(restored.host["data"])
-            eval_loss_before = restored.host["eval_loss_before"]
-            seconds_before = restored.host["seconds"]
+            before = restored.host["eval_before"]
+            seconds = restored.host["seconds"]
             logger.info(f"resuming at step {step} of {config.num_steps}")
         else:
             state = init_state(model, pretrained.params, optimizer, mesh, seed=config.seed)
-            eval_loss_before = evaluate(state.params)
+            before = evaluate(state.params)
         first_step = step
         pretrained = None  # its NumPy weights are not needed any more
         logger.truncate(step)
@@ -169,16 +169,10 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
         def save() -> None:
             host = {
                 "data": data.get_state(),
-                "eval_loss_before": eval_loss_before,
-                "seconds": seconds_before + time.perf_counter() - clock,
+                "eval_before": before,
+                "seconds": seconds + time.perf_counter() - clock,
             }
             checkpointer.save(step, state, host)
-
-        def log_evaluation() -> float | None:
-            value = evaluate(state.params)
-            if value is not None:
-                logger.log(step - 1, {"eval/loss": value})
-            return value
 
         last: tuple[int, dict[str, Any]] | None = None
         began = time.perf_counter()
@@ -186,8 +180,9 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
             batch = next(data, None)
             if batch is None:  # config.data.num_epochs are over
                 break
+            pieces = place(batch)
             with jax.transfer_guard("disallow"):
-                state, metrics = train_step(state, place(batch))
+                state, metrics = train_step(state, pieces)
             if last is not None:  # while the devices work: the step before, whose numbers are there
                 logger.log(*jax.device_get(last))
             now = time.perf_counter()
@@ -199,21 +194,25 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
             if held_out and config.eval.every and step % config.eval.every == 0:
                 logger.log(*jax.device_get(last))
                 last = None
-                log_evaluation()
+                logger.log(step - 1, evaluate(state.params))
+                began = time.perf_counter()
             if config.checkpoint.every and step % config.checkpoint.every == 0:
                 save()
         if last is not None:
             logger.log(*jax.device_get(last))
+        after = evaluate(state.params)
         if step > first_step:
+            if after:
+                logger.log(step - 1, after)
             save()
-        eval_loss_after = log_evaluation()
+            seconds += time.perf_counter() - clock
 
     params = _on_host(state.params)
     summary = {
-        "eval_loss_before": eval_loss_before,
-        "eval_loss_after": eval_loss_after,
+        "eval_loss_before": before.get("eval/loss"),
+        "eval_loss_after": after.get("eval/loss"),
         "steps": step,
-        "seconds": seconds_before + time.perf_counter() - clock,
+        "seconds": seconds,
         "seed": config.seed,
         "device": jax.devices()[0].device_kind,
         "data": data.counts,
