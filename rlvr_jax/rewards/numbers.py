@@ -24,7 +24,7 @@ _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+
 _REWRITES = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
-        (r"\\([$%])", r"\1"),
+        (r"\\+([$%])", r"\1"),
         (r"(?<=\d)(?:\{,\}|,\\!)(?=\d)", ","),
         (r"(?<=\d)(?:\u2009|\\[,!;: ])(?=\d{3}(?!\d))", ""),
         (r"(?<=\d)['’_](?=\d{3}(?!\d))", ""),

@@ -160,7 +160,8 @@ def test_an_expression_equals_itself_rearranged_and_not_itself_plus_one(expressi
 
 PIECES = [
     r"\frac", r"\sqrt", "{", "}", "(", ")", "[", "]", "1", "2", "10", "x", "y", "n", "+", "-", "^", "_", r"\pi",
-    r"\text{cm}", "cm", "and", ",", ":", "=", "<", r"\le", r"\pm", "%", "!", "|", r"\{", r"\}", r"\sin", r"\log", "&", r"\\", r"\cup",
+    r"\text{cm}", "cm", "and", ",", ":", "=", "<", r"\le", r"\pm", "%", "!", "|", r"\{", r"\}", r"\sin", r"\log", "&",
+    r"\\", r"\cup",
     r"\in", r"\infty", ".", "...", "~", r"\,", "$", "∞", "√", "²", "½", "e", "i", r"\int", r"\sum", r"\lim", "word",
     r"\boxed{", "\\", "é", "٣", "’", r"\binom", r"\lfloor", r"\rfloor", r"\begin{pmatrix}", "million",
 ]  # fmt: skip

@@ -194,6 +194,18 @@ def test_a_power_tower_is_no_right_answer_and_the_pool_lives_on(pool):
     assert [r.value for r in rewards] == [0.0, 1.0]
 
 
+def test_a_nested_radical_of_two_hundred_terms_is_judged_within_the_deadline(pool):
+    radical = "1"
+    for term in range(2, 202):
+        radical = rf"{term}+\sqrt{{{radical}}}"
+    task = Task(id="1", domain="test", prompt=(), answer=radical)
+    spec = VerifierSpec("math")
+    rewards = pool.score(
+        [(task, rf"\boxed{{{answer}}}", spec) for answer in (radical, radical + "+1", "5")]
+    )
+    assert [(r.value, r.status) for r in rewards] == [(1.0, "ok"), (0.0, "ok"), (0.0, "ok")]
+
+
 def test_catastrophic_backtracking_is_a_timeout(pool):
     spec = VerifierSpec("regex", params={"pattern": r"(a+)+b"})
     rewards = pool.score([(TASK, "a" * 60, spec), (TASK, "aab", spec)])

@@ -27,7 +27,7 @@ _INFINITY = Term("constant", value="infinity")
 
 def equivalent(gold: Term, answer: Term) -> bool:
     """Returns whether ``answer`` states the same as ``gold``."""
-    gold, answer = _expand_signs(gold), _expand_signs(answer)
+    gold, answer = _expand_signs(_named_first(gold)), _expand_signs(_named_first(answer))
     if gold == answer:
         return True
     if "choice" in (gold.head, answer.head):
@@ -46,6 +46,10 @@ def equivalent(gold: Term, answer: Term) -> bool:
     answer, answer_unit = _without_unit(answer)
     if gold_unit and answer_unit and gold_unit != answer_unit:
         return False
+    if (
+        gold_unit != answer_unit
+    ):  # "5 m" as LaTeX reads it: a product with a symbol that is the other side's unit
+        gold, answer = _without_symbol(gold, answer_unit), _without_symbol(answer, gold_unit)
     if {gold_unit, answer_unit} == {"°", ""} and {gold.head, answer.head} <= SCALARS:
         degrees, other = (gold, answer) if gold_unit else (answer, gold)
         return scalars_equal(gold, answer) or scalars_equal(Term("degree", (degrees,)), other)
@@ -110,6 +114,14 @@ def _with_sign(term: Term, sign: int) -> Term:
     return Term("add", (args[0], args[1] if positive else Term("neg", (args[1],))))
 
 
+def _named_first(term: Term) -> Term:
+    """``5 = x`` as ``x = 5``."""
+    if term.head == "relation" and term.value == ("=",) and term.args[1].head == "symbol":
+        swapped = dataclasses.replace(term, args=term.args[::-1])
+        return swapped if _named(swapped) and not _named(term) else term
+    return term
+
+
 def _named(term: Term) -> bool:
     """``name = value`` (or ``name in set``): a symbol, a function of something or a tuple of symbols on the left."""
     if term.head != "relation" or len(term.args) != 2 or term.value[0] not in ("=", "==", "in"):
@@ -163,6 +175,13 @@ def _without_unit(term: Term) -> tuple[Term, str]:
         inner, unit = _without_unit(term.args[0])
         return Term("neg", (inner,)), unit
     return term, ""
+
+
+def _without_symbol(term: Term, unit: str) -> Term:
+    """``number * unit`` without the unit."""
+    if unit and term.head == "mul" and term.args[1] == Term("symbol", value=unit):
+        return term.args[0]
+    return term
 
 
 def _percentages_equal(gold: Term, gold_unit: str, answer: Term, answer_unit: str) -> bool:

@@ -27,6 +27,7 @@ from rlvr_jax.rewards.equivalence.words import (
     SCALES,
     SEPARATOR_WORDS,
     as_prose,
+    check_unit,
     unit_name,
 )
 
@@ -133,7 +134,7 @@ class _Reader(Scanner):
             pass  # "= 5"
         if self.upcoming_text() and self.upcoming_text().casefold() not in SEPARATOR_WORDS:
             words = self.take_texts()
-            if not self.take("="):
+            if not (words.endswith(":") or self.take("=") or self.take(":")):
                 return text_term(words)
         operands, operators = [self.operand()], []
         while operator := self.relation_operator():
@@ -201,6 +202,7 @@ class _Reader(Scanner):
         while True:
             text = self.upcoming_text()
             if text and text.casefold() not in SEPARATOR_WORDS:
+                check_unit(text)
                 pieces.append(self.take_text())
             elif self.peek() == "^":
                 self.position += 1

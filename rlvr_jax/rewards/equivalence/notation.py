@@ -31,6 +31,7 @@ _SUB_RUN = re.compile(f"[{''.join(_SUB)}]+")
 _REWRITES = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
+        (r"\\+%", r"\\%"),
         (r"\*\*", "^"),
         (r"\+/-|\+-(?=\s*[\d\\(a-z])", r"\\pm "),
         (r"<=", r"\\le "),

@@ -6,7 +6,13 @@ import re
 from fractions import Fraction
 
 from rlvr_jax.rewards.equivalence.terms import Term, Unreadable, number_term
-from rlvr_jax.rewards.equivalence.words import PLAIN_FUNCTIONS, SEPARATOR_WORDS, SHORT_WORDS, UNITS
+from rlvr_jax.rewards.equivalence.words import (
+    PLAIN_FUNCTIONS,
+    SEPARATOR_WORDS,
+    SHORT_WORDS,
+    UNIT_LETTERS,
+    UNITS,
+)
 
 TEXT_COMMANDS = frozenset({
     "hbox", "mathrm", "mbox", "operatorname", "rm", "text", "textbf", "textit", "textnormal", "textrm",
@@ -103,8 +109,8 @@ class Scanner:
             start = self.position
             self.position += len(name) + 1
             content = self.raw_group().strip() if self.peek() == "{" else ""
-            upright_letter = (
-                name in ("mathrm", "operatorname", "rm") and len(content) == 1 and content in "eid"
+            upright_letter = name in ("mathrm", "operatorname", "rm") and (
+                len(content) == 1 and (content in "eid" or content not in UNIT_LETTERS)
             )
             if not content or upright_letter or content in PLAIN_FUNCTIONS:
                 self.position = start

@@ -64,6 +64,8 @@ def text_term(words: str) -> Term:
         words = words[1:-1].strip()
     if len(words) == 1 and words.isalpha():
         return Term("symbol", value=words)
+    if words.casefold() == "infinity":
+        return Term("constant", value="infinity")
     if words.casefold() in ("all real numbers", "all reals", "real numbers"):
         return Term("numbers", value="R")
     return Term("text", value=words.casefold())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from rlvr_jax.rewards.equivalence.terms import Term, text_term
+from rlvr_jax.rewards.equivalence.terms import Term, Unreadable, text_term
 
 PLAIN_FUNCTIONS = {
     **{
@@ -28,7 +28,12 @@ SHORT_WORDS = frozenset({
     "All", "No", "None", "Odd", "Yes", "all", "any", "for", "no", "none", "not", "odd", "one", "red", "six",
     "ten", "the", "two", "yes",
 })  # fmt: skip
+UNIT_LETTERS = frozenset("msghlLNJWVAKCFT°.")
+_NO_UNIT = frozenset(
+    {"or", "and", "not", "but", "maybe", "nor", "wait", "actually", "approximately", "except"}
+)
 UNIT_NAMES = {
+    "euro": "€", "euros": "€", "eur": "€", "pounds": "£", "gbp": "£",
     "dollar": "$", "dollars": "$", "usd": "$", "degree": "°", "degrees": "°", "deg": "°", "percent": "%",
     "centimeters": "cm", "centimeter": "cm", "centimetres": "cm", "meters": "m", "meter": "m", "metres": "m",
     "kilometers": "km", "kilometer": "km", "inches": "in", "inch": "in", "feet": "ft", "foot": "ft", "miles": "mi",
@@ -61,6 +66,17 @@ def as_prose(text: str) -> Term | None:
     ):
         return None
     return text_term(words)
+
+
+def check_unit(text: str) -> None:
+    """Raises Unreadable if the text after a value is more than a unit, such as another value or a doubt."""
+    words = {word.casefold() for word in text.split()}
+    if (
+        re.search(r"\d(?<![a-z][23])", text)
+        or words & _NO_UNIT
+        or (len(text) == 1 and text not in UNIT_LETTERS)
+    ):
+        raise Unreadable("no unit")
 
 
 def unit_name(unit: str) -> str:
