@@ -34,6 +34,7 @@ _MAX_CHUNK = 64
 _MAX_LOADED = 256  # verifiers a worker keeps: specs may be as many as tasks (a JSON schema each)
 _MAX_DEFAULT_WORKERS = 16
 _START_TIMEOUT_S = 120.0
+_RESTART_PAUSE_S = 5.0
 _LOAD_TIMEOUT_S = (
     60.0  # importing what a verifier needs (reasoning-gym: 1 s) is not charged to a job
 )
@@ -178,7 +179,7 @@ def _run(shared: _Shared, worker: WorkerProcess, chunk: _Chunk) -> tuple[list[_V
         return [_failed(detail)] * len(chunk.jobs), not lost
     verdicts: list[_Verdict] = []
     try:
-        worker.send(("jobs", shared.timeout_s, chunk.key, chunk.jobs), timeout_s=shared.timeout_s)
+        worker.send(("jobs", shared.timeout_s, chunk.key, chunk.jobs), timeout_s=_LOAD_TIMEOUT_S)
         while len(verdicts) < len(chunk.jobs):
             for index, status, value, detail in worker.receive(timeout_s=shared.timeout_s):
                 if index != chunk.jobs[len(verdicts)][0]:
@@ -195,28 +196,34 @@ def _run(shared: _Shared, worker: WorkerProcess, chunk: _Chunk) -> tuple[list[_V
 def _serve(shared: _Shared) -> None:
     """Body of one thread: keeps one worker alive and feeds it."""
     worker: WorkerProcess | None = None
-    start_error = ""
+    start_error, next_start = "", 0.0
     try:
         while not shared.closed:
-            if worker is None:  # before there is work, so that it is warm when work comes
+            # Before there is work, so that it is warm when work comes; but not for every chunk if it cannot start.
+            if worker is None and time.monotonic() >= next_start:
                 try:
                     worker = _start(shared)
                 except WorkerGone as gone:
-                    start_error = str(gone)
+                    start_error, next_start = str(gone), time.monotonic() + _RESTART_PAUSE_S
             chunk = shared.take()
             if chunk is None:
                 return
             if worker is None:
                 shared.settle(chunk, [_failed(start_error)] * len(chunk.jobs))
                 continue
+            if (
+                not worker.alive()
+            ):  # killed from outside while idle: no fault of the job that comes next
+                _dispose(shared, worker)
+                worker = None
+                shared.settle(chunk, [])
+                continue
             verdicts, alive = _run(shared, worker, chunk)
             if not alive:
                 _dispose(shared, worker)
                 worker = None
             shared.settle(chunk, verdicts)
-    except (
-        BaseException
-    ) as error:  # a bug of ours: raised again in the callers, who would wait for ever
+    except BaseException as error:  # a bug of ours: raised in the callers, who would wait for ever
         with shared.changed:
             shared.bug = error
             shared.changed.notify_all()

@@ -108,6 +108,10 @@ class WorkerProcess:
         self._errors.seek(max(0, size - 2000))
         return self._errors.read().decode("utf-8", "replace").strip()
 
+    def alive(self) -> bool:
+        with self._kill_lock:
+            return self._process.poll() is None
+
     def kill(self) -> None:
         """Sends SIGKILL to the worker and what it started; does not wait. Idempotent."""
         with self._kill_lock:
@@ -134,6 +138,6 @@ class WorkerProcess:
         self._reap()  # it has closed its pipe: an exit status it already has is kept
         code = self._process.returncode
         if code is not None and code < 0:
-            name = signal.Signals(-code).name
+            name = next((s.name for s in signal.Signals if s == -code), f"signal {-code}")
             return WorkerGone(f"the worker was killed by {name}", cpu_limit=name == "SIGXCPU")
         return WorkerGone(f"the worker exited with code {code}")

@@ -145,6 +145,16 @@ def test_workers_are_reused(pool):
     assert os.getpid() not in ids
 
 
+def test_a_worker_killed_while_idle_costs_no_verdict():
+    with VerifierPool(1) as pool:
+        spec = VerifierSpec(hostile.process_id)
+        worker = psutil.Process(int(pool.score([(TASK, "", spec)])[0].value))
+        worker.kill()
+        while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+        assert [r.status for r in judge(pool, "1", "2")] == ["ok", "ok"]
+
+
 def test_scoring_from_several_threads_at_once(pool):
     results = {}
 
