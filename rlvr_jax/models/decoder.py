@@ -84,7 +84,7 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
         normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + self.eps)
-        return (normed * self.scale[...]).astype(x.dtype)
+        return (normed * self.scale[...][None, :]).astype(x.dtype)
 
 
 class Attention(nnx.Module):
