@@ -1,8 +1,9 @@
 """``reasoning_gym``: the score that reasoning-gym's own rule gives the answer, made safe to train on.
 
-Its scorers hand out small change for junk and for answers that merely contain the right one, so only (nearly) full
-marks count. Some hand the model's text to ``eval`` or to sympy's parser, which executes code: ``eval`` is replaced by
-``ast.literal_eval`` in those modules, and text reaches the parser only if it is plain algebra.
+Its scorers hand out small change for junk and for answers that merely contain the right one, so only full marks count;
+a few give full marks to wrong answers, and those are judged here. Some hand the model's text to ``eval`` or to sympy's
+parser, which executes code: ``eval`` is replaced by ``ast.literal_eval`` in those modules, and text reaches the parser
+only if it is plain algebra.
 """
 
 from __future__ import annotations
@@ -23,14 +24,23 @@ from rlvr_jax.rewards.numbers import whole_number
 from rlvr_jax.rewards.registry import VERIFIERS, require_extra
 from rlvr_jax.types import Task
 
-FULL_MARKS = 0.999
+# Scorers that measure a distance give the right answer, rounded, a little less than 1.
+_ROUNDED = frozenset({"complex_arithmetic", "polynomial_equations"})
+_ROUNDED_FULL_MARKS = 0.999
 # Their scorers accept anything.
 UNSCORABLE = {"game_of_life_halting": "its scorer gives full marks to any text"}
 
 _TARGETS: Mapping[str, int | None] = {"countdown": None, "puzzle24": 24}  # None: the item says
+# One number is right. Their scorers ignore its sign (gsm_symbolic), take a prefix of it (coin_flip: "0" for "0.17") or
+# are off by a thousandth. The relative tolerance here is for answers that cannot be written out.
+_NUMBERS: Mapping[str, Fraction] = {
+    "gsm_symbolic": Fraction(0),
+    "number_format": Fraction(0),
+    "coin_flip": Fraction(1, 1000),
+    "decimal_arithmetic": Fraction(1, 10**6),
+}
 _EVALUATING_MODULES = (
     "algorithmic.binary_matrix",
-    "algorithmic.number_sorting",
     "algorithmic.spiral_matrix",
     "algorithmic.string_insertion",
     "games.n_queens",
@@ -59,7 +69,7 @@ Scorer = Callable[[str, Mapping[str, Any]], float]
 @VERIFIERS.register("reasoning_gym")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReasoningGym:
-    """1.0 if reasoning-gym gives the response's answer full marks (at least 0.999), else 0.0.
+    """1.0 if reasoning-gym gives the response's answer full marks, else 0.0.
 
     ``task.metadata`` holds ``dataset`` (the generator's name), ``entry`` (the item it made: question, answer, metadata)
     and, where the item was not made with the default configuration, ``config`` (the arguments of ``create_dataset``).
@@ -97,18 +107,23 @@ class ReasoningGym:
             return 0.0
         if dataset in _TARGETS:
             return float(_reaches_target(answer, entry, _TARGETS[dataset]))
-        if not _may_be_scored(dataset, answer):
+        if dataset in _NUMBERS:
+            return float(_same_number(answer, entry["answer"], _NUMBERS[dataset]))
+        if dataset == "number_sorting":
+            return float(_same_numbers(answer, entry["answer"]))
+        if dataset in _ALGEBRA and not _is_algebra(answer):
             return 0.0
         score = _scorer(dataset, json.dumps(task.metadata.get("config") or {}, sort_keys=True))
         entry = _as_made(dataset, entry)
+        full_marks = _ROUNDED_FULL_MARKS if dataset in _ROUNDED else 1.0
         try:
             value = score(answer, entry)
         except Exception:  # some scorers raise on junk; if the item itself is broken, say so
             oracle = entry.get("answer")
-            if oracle is None or score(oracle, entry) < FULL_MARKS:
+            if oracle is None or score(oracle, entry) < full_marks:
                 raise
             return 0.0
-        return float(value >= FULL_MARKS)
+        return float(value >= full_marks)
 
 
 @functools.cache
@@ -124,19 +139,34 @@ def _scorer(dataset: str, config: str) -> Scorer:
     return _load().create_dataset(dataset, **json.loads(config)).score_answer
 
 
-def _may_be_scored(dataset: str, answer: str) -> bool:
-    """Whether the text may go to the dataset's scorer."""
-    if dataset == "gsm_symbolic":  # its scorer reads the first number of any text
-        return whole_number(answer) is not None
-    if dataset not in _ALGEBRA:
-        return True
-    names = re.findall(r"[A-Za-z]+", answer)
+def _is_algebra(answer: str) -> bool:
+    """Whether the text is a formula of single letters and known functions: safe to hand to sympy's parser."""
     return (
         _ALGEBRA_TEXT.fullmatch(answer) is not None
         and not _ATTRIBUTE.search(answer)
         and not _LARGE_POWER.search(answer)
-        and all(len(name) == 1 or name in _FUNCTIONS for name in names)
+        and all(len(name) == 1 or name in _FUNCTIONS for name in re.findall(r"[A-Za-z]+", answer))
     )
+
+
+def _same_number(answer: str, oracle: str, tolerance: Fraction) -> bool:
+    given, right = whole_number(answer), whole_number(oracle)
+    if right is None:
+        raise ValueError(f"the item's answer {oracle!r} is no number")
+    if given is None or given.percent:
+        return False
+    return abs(given.value - right.value) <= tolerance * abs(right.value)
+
+
+def _same_numbers(answer: str, oracle: str) -> bool:
+    """Whether two lists of quoted numbers hold the same numbers in the same order (their scorer: give or take 1)."""
+    lists = []
+    for text in (answer, oracle):
+        if not re.fullmatch(r"\s*\[[^\[\]]*\]\s*", text):
+            return False
+        items = text.strip()[1:-1].split(",")
+        lists.append([whole_number(item.strip().strip("'\"")) for item in items])
+    return None not in lists[0] and lists[0] == lists[1]
 
 
 def _reaches_target(answer: str, entry: Mapping[str, Any], target: int | None) -> bool:

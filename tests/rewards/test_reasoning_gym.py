@@ -77,6 +77,29 @@ def test_targets_are_reached_exactly_with_the_given_numbers(name):
 
 
 @pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("gsm_symbolic", lambda a: [f"-{a}", f"{a}%", f"{a} or 7", f"{int(a) + 1}"]),
+        ("coin_flip", lambda a: ["0", "0.", a[:3], "0.5" if a != "0.5" else "0.25"]),
+        ("number_format", lambda a: [f"{a}1", f"{float(a) + 0.001}"]),
+        ("decimal_arithmetic", lambda a: [f"{float(a) + 0.001}", f"-{a}"]),
+        ("number_sorting", lambda a: [a.replace("'", "").replace("[", "[1"), "[]", a + a, a[:-1]]),
+        (
+            "time_intervals",
+            lambda a: [a.replace("0", "1", 1), a.replace("2", "3", 1), a.replace("5", "4", 1)],
+        ),
+        ("calendar_arithmetic", lambda a: [f"{a}0", "Never"]),
+    ],
+)
+def test_scorers_that_are_too_generous_are_not_relied_on(name, changes):
+    for index in range(6):
+        task = make(name, index)
+        assert score(task, task.answer) == 1.0
+        for wrong in changes(task.answer):
+            assert wrong == task.answer or score(task, wrong) == 0.0, (task.answer, wrong)
+
+
+@pytest.mark.parametrize(
     "name", ["spiral_matrix", "n_queens", "countdown", "puzzle24", "polynomial_multiplication", "simple_integration",
              "intermediate_integration", "number_sorting", "binary_matrix", "string_insertion"],
 )  # fmt: skip
