@@ -23,7 +23,9 @@ from rlvr_jax.rewards.equivalence.terms import (
 )
 from rlvr_jax.rewards.equivalence.words import (
     CURRENCY,
+    LETTERS,
     PLAIN_FUNCTIONS,
+    PLAIN_NAMES,
     SCALES,
     SEPARATOR_WORDS,
     as_prose,
@@ -37,12 +39,6 @@ MAX_OPERATIONS = 250  # terms are nested as deep as a sum is long
 FUNCTIONS = frozenset({
     "Im", "Re", "arccos", "arccot", "arcsin", "arctan", "arg", "cos", "cosh", "cot", "coth", "csc", "deg",
     "det", "exp", "gcd", "lcm", "lg", "ln", "log", "max", "min", "sec", "sin", "sinh", "tan", "tanh",
-})  # fmt: skip
-LETTERS = frozenset({
-    "Delta", "Gamma", "Lambda", "Omega", "Phi", "Pi", "Psi", "Sigma", "Theta", "Xi", "alpha", "beta", "chi",
-    "delta", "ell", "epsilon", "eta", "gamma", "hbar", "iota", "kappa", "lambda", "mu", "nu", "omega",
-    "phi", "psi", "rho", "sigma", "tau", "theta", "upsilon", "varepsilon", "varphi", "varrho", "vartheta",
-    "xi", "zeta",
 })  # fmt: skip
 RELATIONS = {
     "le": "<=", "leq": "<=", "leqslant": "<=", "ge": ">=", "geq": ">=", "geqslant": ">=", "lt": "<", "gt": ">",
@@ -60,8 +56,9 @@ MATRICES = frozenset({
 _SET_BUILDER = re.compile(
     r"\s*[A-Za-z]\s*(?:\\in\s*\\mathbb\s*\{R\}\s*)?(?:\\mid(?![a-zA-Z])|:|\|)"
 )
-_CHOICE = re.compile(
-    r"(?:\\text(?:bf|rm)?\s*\{\s*\(?([A-E])[).:]\s*\}|([A-E])[).:]\s)[\s~]*(?:\\q?quad|\\[ ,;:])*(?=[\w\\(-])"
+_CHOICE = re.compile(  # (B) 12
+    r"(?:\\text(?:bf|rm)?\s*\{\s*\(?([A-E])[).:]\s*\}|([A-E])[).:]\s|\(([A-E])\)(?=\s*[\d$]))"
+    r"[\s~]*(?:\\q?quad|\\[ ,;:])*(?=[\w\\($-])"
 )
 FUNCTION_LETTERS = frozenset("fghFGHPE")
 
@@ -83,7 +80,7 @@ def parse(text: str, *, thousands: bool = True) -> Term:
         return prose
     choice = _CHOICE.match(text)
     if choice is not None:
-        letter = choice.group(1) or choice.group(2)
+        letter = next(group for group in choice.groups() if group)
         return Term("choice", (parse(text[choice.end() :], thousands=thousands),), letter)
     reader = _Reader(text, thousands)
     term = reader.answer()
@@ -108,9 +105,7 @@ class _Reader(Scanner):
         self.depth -= 1
         if len(items) == 1:
             return items[0]
-        return Term(
-            "list", tuple(items), "or" if set(joiners) <= {"or", ","} and "or" in joiners else ","
-        )
+        return Term("list", tuple(items), "or" if set(joiners) == {"or"} else ",")
 
     def separator(self) -> str:
         """Consumes and names what separates two items, or returns ''."""
@@ -248,24 +243,15 @@ class _Reader(Scanner):
                 return total
 
     def signed_product(self) -> Term:
-        sign = 1
-        signed = False
-        while self.peek() in ("+", "-") and self.peek():
-            sign = -sign if self.peek() == "-" else sign
-            if signed:
-                raise Unreadable("two signs")
-            signed = True
-            self.position += 1
-        if self.command() in ("pm", "mp") and not signed:
-            name = self.command()
+        """[+ | - | pm] product"""
+        sign = self.peek() if self.peek() in ("+", "-") else self.command()
+        if sign in ("pm", "mp"):
             self.position += 3
-            return Term(
-                "plus_minus",
-                (number_term("0"), scalar(self.product())),
-                name,
-            )
-        product = self.product()
-        return negative(scalar(product)) if sign < 0 else product
+            return Term("plus_minus", (number_term("0"), scalar(self.product())), sign)
+        if sign in ("+", "-"):
+            self.position += 1
+        product = self.product()  # a second sign is an error there
+        return negative(scalar(product)) if sign == "-" else product
 
     def product(self) -> Term:
         """factor ((cdot | times | / | div | nothing) factor)*"""
@@ -445,16 +431,11 @@ class _Reader(Scanner):
             if word in ("sqrt", "abs"):
                 self.position += len(word)
                 inner = scalar(self.bracketed()) if self.peek() == "(" else self.number()
-                return (
-                    Term("abs", (inner,))
-                    if word == "abs"
-                    else Term("root", (inner, number_term("2")))
-                )
-            if word in ("pi", "theta", "infinity"):
+                args = (inner,) if word == "abs" else (inner, number_term("2"))
+                return Term("abs" if word == "abs" else "root", args)
+            if word in PLAIN_NAMES:
                 self.position += len(word)
-                return (
-                    Term("symbol", value=word) if word == "theta" else Term("constant", value=word)
-                )
+                return Term("symbol" if word in LETTERS else "constant", value=word)
             if not self.upcoming_text():
                 self.position += 1
                 return letter_term(character)

@@ -58,6 +58,7 @@ _REWRITES = tuple(
 # Wrappers of the whole answer: math delimiters, bold, and a full stop or a comma after it.
 _DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("`", "`"))
 _BOX = re.compile(r"\\(?:boxed|fbox)(?=\s*\{)")
+_DOLLAR = re.compile(r"(?<!\\)\$")
 _TEXT_NUMBER = re.compile(
     r"^\\(?:text|textbf|textit|textrm|mbox|mathrm)\s*\{([^{}\\]*\d[^{}\\]*)\}$"
 )
@@ -73,6 +74,8 @@ def tidy(text: str) -> str:
         text = "".join(map(_plain, text))
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
+    if len(dollars := _DOLLAR.findall(text)) > 1 and len(dollars) % 2 == 0:  # math inside text
+        text = _DOLLAR.sub(" ", text)
     text = _TEXT_NUMBER.sub(r"\1", text)
     text = _BOX.sub("", text)  # a box within the answer: its braces stay, as a group
     return text.replace("*", r"\cdot ").strip()

@@ -7,7 +7,9 @@ from fractions import Fraction
 
 from rlvr_jax.rewards.equivalence.terms import Term, Unreadable, number_term
 from rlvr_jax.rewards.equivalence.words import (
+    NAMES_BEFORE_LETTERS,
     PLAIN_FUNCTIONS,
+    PLAIN_NAMES,
     SEPARATOR_WORDS,
     SHORT_WORDS,
     UNIT_LETTERS,
@@ -79,10 +81,11 @@ class Scanner:
             raise Unreadable(f"expected {token!r} at {self.position}")
 
     def word(self) -> str:
-        """The letters that come next, without consuming them."""
+        """The letters that come next, without consuming them; of sinx, lnx or pir only the name."""
         self.peek()
         match = _WORD.match(self.text, self.position)
-        return match.group() if match else ""
+        word = match.group() if match else ""
+        return word[:-1] if word[:-1] in NAMES_BEFORE_LETTERS and word[-1:] in "xyzrn" else word
 
     def raw_group(self) -> str:
         """Consumes ``{...}`` without commands inside and returns the content."""
@@ -117,7 +120,7 @@ class Scanner:
                 return ""
             return content
         word = self.word()
-        if word in PLAIN_FUNCTIONS or word in ("sqrt", "pi", "infinity", "abs", "theta"):
+        if word in PLAIN_FUNCTIONS or word in PLAIN_NAMES:
             return ""
         if word in SEPARATOR_WORDS or word in UNITS or word in SHORT_WORDS or len(word) >= 4:
             self.position += len(word)

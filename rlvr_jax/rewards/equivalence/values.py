@@ -313,10 +313,7 @@ def scalars_equal(a: Term, b: Term) -> bool:
         return False
     if exact_a is not None and exact_b is not None:
         return exact_a == exact_b or _is_rounding(a, exact_b) or _is_rounding(b, exact_a)
-    ratio = probe(a, b)
-    if ratio == "equal":
-        return True
-    return _is_rounding(a, b) or _is_rounding(b, a)
+    return probe(a, b) == "equal" or _is_rounding(a, b) or _is_rounding(b, a)
 
 
 def probe(a: Term, b: Term) -> str:
@@ -350,13 +347,9 @@ def _probe(a: Term, b: Term, log_base: float | None) -> str:
         return ""
     if any(ratio is None or abs(ratio - first) > abs(first) * 1e-30 for ratio in ratios):
         return ""
-    return "" if isinstance(first, complex) or not hasattr(first, "real") else _sign_of(first)
-
-
-def _sign_of(ratio: Any) -> str:
-    if abs(ratio.imag) > 1e-30 * abs(ratio):
+    if abs(first.imag) > 1e-30 * abs(first):
         return ""
-    return "proportional+" if ratio.real > 0 else "proportional-"
+    return "proportional+" if first.real > 0 else "proportional-"
 
 
 def _sample(
@@ -389,11 +382,9 @@ def _sample(
 
 def is_decimal(term: Term) -> bool:
     """Whether a term is a literal with a decimal point, perhaps signed."""
-    return (
-        is_decimal(term.args[0])
-        if term.head == "neg"
-        else term.head == "number" and term.value[1] is not None
-    )
+    if term.head == "neg":
+        return is_decimal(term.args[0])
+    return term.head == "number" and term.value[1] is not None
 
 
 def _is_rounding(decimal: Term, other: Term | Fraction) -> bool:
@@ -401,9 +392,9 @@ def _is_rounding(decimal: Term, other: Term | Fraction) -> bool:
 
     So 0.333333 stands for 1/3, and 3.14159 for pi; 0.33 and 3.14 do not.
     """
-    if not is_decimal(decimal) or (
-        isinstance(other, Term) and (is_decimal(other) or symbols(other))
-    ):
+    if not is_decimal(decimal):
+        return False
+    if isinstance(other, Term) and (is_decimal(other) or symbols(other)):
         return False
     sign, literal = (-1, decimal.args[0]) if decimal.head == "neg" else (1, decimal)
     if literal.head != "number":
@@ -423,6 +414,5 @@ def _is_rounding(decimal: Term, other: Term | Fraction) -> bool:
     else:
         target = other * Fraction(10) ** places
     rounded = math.floor(abs(target) + Fraction(1, 2))
-    return abs(scaled_decimal) in (rounded, math.floor(abs(target))) and (scaled_decimal < 0) == (
-        target < 0
-    )
+    same_sign = (scaled_decimal < 0) == (target < 0)
+    return same_sign and abs(scaled_decimal) in (rounded, math.floor(abs(target)))

@@ -14,6 +14,16 @@ PLAIN_FUNCTIONS = {
     **{name: name for name in ("arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "max", "min")},
     **{"asin": "arcsin", "acos": "arccos", "atan": "arctan"},
 }
+LETTERS = frozenset({
+    "Delta", "Gamma", "Lambda", "Omega", "Phi", "Pi", "Psi", "Sigma", "Theta", "Xi", "alpha", "beta", "chi",
+    "delta", "ell", "epsilon", "eta", "gamma", "hbar", "iota", "kappa", "lambda", "mu", "nu", "omega",
+    "phi", "psi", "rho", "sigma", "tau", "theta", "upsilon", "varepsilon", "varphi", "varrho", "vartheta",
+    "xi", "zeta",
+})  # fmt: skip
+PLAIN_NAMES = frozenset(
+    {"sqrt", "abs", "pi", "infinity", *(name for name in LETTERS if len(name) > 3)}
+)
+NAMES_BEFORE_LETTERS = frozenset({"sin", "cos", "tan", "ln", "log", "pi"})
 SCALES = {"thousand": "1000", "million": "1000000", "billion": "1000000000"}
 SEPARATOR_WORDS = frozenset({
     "and", "or",
@@ -54,7 +64,10 @@ def as_prose(text: str) -> Term | None:
     ):
         return None
     pieces = re.findall(r"[^\W\d_]+", words)
-    known = [p for p in pieces if p in PLAIN_FUNCTIONS or p in ("sqrt", "pi", "infinity")]
+    names = PLAIN_NAMES | NAMES_BEFORE_LETTERS | PLAIN_FUNCTIONS.keys()
+    known = [
+        p for p in pieces if p in names or (p[:-1] in NAMES_BEFORE_LETTERS and p[-1] in "xyzrn")
+    ]
     separators = [p for p in pieces if p in SEPARATOR_WORDS]
     long = [p for p in pieces if len(p) >= 4 or p in SHORT_WORDS or p in UNITS]
     wrapped = words != text and not re.search(r"[^\W\d_]", _TEXT_GROUP.sub("", text))
