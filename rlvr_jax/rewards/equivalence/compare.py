@@ -65,7 +65,8 @@ def _shapes_equal(gold: Term, answer: Term) -> bool:
     if heads == {"text"}:
         return gold.value == answer.value
     if heads <= {"based"} | SCALARS:
-        return scalars_equal(_unbased(gold), _unbased(answer))
+        a, b = _unbased(gold), _unbased(answer)
+        return a is not None and b is not None and scalars_equal(a, b)
     if "text" in heads:
         return False
     if heads == {"matrix"}:
@@ -129,11 +130,19 @@ def _named(term: Term) -> bool:
     left, right = term.args
     label = (
         left.head in ("symbol", "text")
+        or _is_segment(left)
         or (left.head == "call" and len(left.value.partition("^")[0]) == 1)
         or (left.head == "group" and all(item.head == "symbol" for item in left.args))
         or (left.head == "abs" and left.args[0].head == "symbol")
     )
     return label and (left.head != "symbol" or left.value not in symbols(right))
+
+
+def _is_segment(term: Term) -> bool:
+    """``AB``: points, written as LaTeX reads a product."""
+    if term.head == "mul":
+        return all(map(_is_segment, term.args))
+    return term.head == "symbol" and len(term.value) == 1 and term.value.isupper()
 
 
 def _relational(term: Term) -> bool:
@@ -194,14 +203,15 @@ def _percentages_equal(gold: Term, gold_unit: str, answer: Term, answer_unit: st
     return scalars_equal(gold, answer)
 
 
-def _unbased(term: Term) -> Term:
+def _unbased(term: Term) -> Term | None:
+    """The value of digits in a base; None when they are no digits of it (a 9 in base 2)."""
     if term.head != "based":
         return term
     digits, base = term.value
     try:
         return Term("number", value=(Fraction(int(digits, base)), None))
-    except ValueError:  # 9 in base 2
-        return term
+    except ValueError:
+        return None
 
 
 # Collections

@@ -32,6 +32,7 @@ _REWRITES = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"\\+%", r"\\%"),
+        (r"(?<![a-zA-Z\\])m\s*(?=\\angle)", ""),
         (r"\*\*", "^"),
         (r"\+/-|\+-(?=\s*[\d\\(a-z])", r"\\pm "),
         (r"<=", r"\\le "),

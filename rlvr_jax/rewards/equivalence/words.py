@@ -6,12 +6,13 @@ import re
 
 from rlvr_jax.rewards.equivalence.terms import Term, Unreadable, text_term
 
+_SAME_NAME = (
+    "sin", "cos", "tan", "cot", "sec", "csc", "ln", "log", "exp", "gcd", "lcm", "arcsin", "arccos", "arctan", "sinh",
+    "cosh", "tanh",
+)  # fmt: skip
+# Functions written without a backslash. Not min: in an answer it is minutes.
 PLAIN_FUNCTIONS = {
-    **{
-        name: name
-        for name in ("sin", "cos", "tan", "cot", "sec", "csc", "ln", "log", "exp", "gcd", "lcm")
-    },
-    **{name: name for name in ("arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "max", "min")},
+    **{name: name for name in _SAME_NAME},
     **{"asin": "arcsin", "acos": "arccos", "atan": "arctan"},
 }
 LETTERS = frozenset({
