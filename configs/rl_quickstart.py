@@ -25,6 +25,7 @@ def get_config(arg: str = "") -> ConfigDict:
         dict(
             domains=("arithmetic/add", "text/last_word"),
             difficulty="adaptive",
+            max_levels=3,  # of each domain, in training and held out; 0 for all
             tasks_per_step=8,
             # Groups whose samples all score the same teach nothing: up to this many times they are drawn anew.
             max_refills=1,

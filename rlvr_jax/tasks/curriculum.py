@@ -20,6 +20,7 @@ Counts are of scored trajectories only: a failed verifier says nothing about dif
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
@@ -48,6 +49,7 @@ class Curriculum:
       seed: of every draw.
       target: success rates between which a level is worth training on.
       half_life: groups of a domain after which what a group said counts half: the policy has changed since.
+      max_levels: use no more than the first so many levels of a domain; all of them when None.
 
     Raises:
       ValueError: no domains, an unknown one, or a setting out of range.
@@ -61,6 +63,7 @@ class Curriculum:
         seed: int = 0,
         target: tuple[float, float] = (0.2, 0.8),
         half_life: float = 48.0,
+        max_levels: int | None = None,
     ) -> None:
         self.domains = expand_domains(domains)
         if isinstance(difficulty, int):
@@ -79,13 +82,21 @@ class Curriculum:
         self.difficulty: Difficulty = difficulty
         self.seed, self.target = seed, target
         self._decay = 0.5 ** (1 / half_life)
-        levels = {name: DOMAINS.get(name).num_levels for name in self.domains}
+        if max_levels is not None and max_levels < 1:
+            raise ValueError(f"max_levels is {max_levels}; expected None or at least 1")
+        most = max_levels or sys.maxsize
+        levels = {name: min(DOMAINS.get(name).num_levels, most) for name in self.domains}
         # float64[L] per domain, decayed: successes and trials (scored trajectories), and groups.
         self._successes = {name: np.zeros(n) for name, n in levels.items()}
         self._trials = {name: np.zeros(n) for name, n in levels.items()}
         self._groups = {name: np.zeros(n) for name, n in levels.items()}
         # Keys of the tasks drawn for (step, attempt), of the last steps.
         self._drawn: dict[tuple[int, int], list[tuple[str, str]]] = {}
+
+    @property
+    def levels(self) -> dict[str, range]:
+        """The levels that are drawn, by domain."""
+        return {name: range(len(counts)) for name, counts in self._trials.items()}
 
     def sample(self, step: int, num_tasks: int, attempt: int = 0) -> list[Task]:
         """Draws tasks to train on, no two the same, none that this step or, if it can be helped, the last steps had.

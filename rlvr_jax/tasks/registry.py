@@ -40,9 +40,20 @@ class Draft:
     metadata: Mapping[str, JSON] = dataclasses.field(default_factory=dict)
 
 
-def ask(question: str, *, system: str) -> tuple[Message, ...]:
-    """A system message and a question. Without one of ours, chat templates put in a longer one of theirs."""
-    return (Message(role="system", content=system), Message(role="user", content=question))
+def ask(
+    question: str, *, system: str, example: tuple[str, str] | None = None
+) -> tuple[Message, ...]:
+    """A system message, an answered question as an example, and the question.
+
+    Without a system message of ours, chat templates put in a longer one of theirs. The example shows a small model the
+    form of an answer; being the same in every prompt, it costs a prefix.
+    """
+    shown = zip(("user", "assistant"), example or (), strict=False)
+    return (
+        Message(role="system", content=system),
+        *(Message(role=role, content=content) for role, content in shown),
+        Message(role="user", content=question),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

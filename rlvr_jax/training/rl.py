@@ -101,11 +101,16 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
 
     # What it learns from, and what it is judged on.
     domains, seed = config.tasks.domains, config.seed
-    curriculum = Curriculum(domains, difficulty=config.tasks.difficulty, seed=seed)
+    curriculum = Curriculum(
+        domains,
+        difficulty=config.tasks.difficulty,
+        seed=seed,
+        max_levels=config.tasks.max_levels or None,
+    )
     held_out = [
         task
-        for name in curriculum.domains
-        for task in held_out_tasks(name, config.eval.tasks_per_domain, seed)
+        for name, levels in curriculum.levels.items()
+        for task in held_out_tasks(name, config.eval.tasks_per_domain, seed, levels)
     ]
     counters = Counters()
     store = ParquetStore(workdir / "trajectories")

@@ -1,7 +1,7 @@
-"""Whole-number arithmetic, from one digit up: the answer is one integer, and the response must be that and no more.
+"""Whole-number arithmetic, from one digit up: the answer is the last number of the response.
 
-A small chat model knows most of the easy answers and wraps them in words, so the first thing reinforcement teaches is
-the form, and the next the sums themselves.
+A small chat model knows many of the easy answers, and loses them in words or runs out of tokens before it gives one; so
+the first thing reinforcement teaches is to come to the point, and the next the sums themselves.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 from rlvr_jax.tasks.registry import Draft, VerifierUse, ask, domain
 
 NUMBER_ONLY = "Answer with the number only."
-WHOLE_NUMBER = (VerifierUse(name="numeric", params={"mode": "whole"}),)
+LAST_NUMBER = (VerifierUse(name="numeric", params={"mode": "last"}),)
 
 
 def question(text: str, answer: int) -> Draft:
@@ -34,7 +34,7 @@ def pair(rng: np.random.Generator, first: int, second: int) -> tuple[int, int]:
     "arithmetic/add",
     description="sum of two numbers, from one digit to four",
     num_levels=6,
-    verifiers=WHOLE_NUMBER,
+    verifiers=LAST_NUMBER,
     max_response_tokens=8,
 )
 def add(level: int, rng: np.random.Generator) -> Draft:
@@ -46,7 +46,7 @@ def add(level: int, rng: np.random.Generator) -> Draft:
     "arithmetic/sub",
     description="difference of two numbers, never below zero, from one digit to four",
     num_levels=6,
-    verifiers=WHOLE_NUMBER,
+    verifiers=LAST_NUMBER,
     max_response_tokens=8,
 )
 def sub(level: int, rng: np.random.Generator) -> Draft:
@@ -58,7 +58,7 @@ def sub(level: int, rng: np.random.Generator) -> Draft:
     "arithmetic/mul",
     description="product of two numbers, from one digit to three by two",
     num_levels=5,
-    verifiers=WHOLE_NUMBER,
+    verifiers=LAST_NUMBER,
     max_response_tokens=8,
 )
 def mul(level: int, rng: np.random.Generator) -> Draft:
@@ -70,7 +70,7 @@ def mul(level: int, rng: np.random.Generator) -> Draft:
     "arithmetic/div",
     description="exact quotient, from the tables up to three digits by two",
     num_levels=4,
-    verifiers=WHOLE_NUMBER,
+    verifiers=LAST_NUMBER,
     max_response_tokens=8,
 )
 def div(level: int, rng: np.random.Generator) -> Draft:
@@ -83,7 +83,7 @@ def div(level: int, rng: np.random.Generator) -> Draft:
     "arithmetic/compare",
     description="the largest or the smallest of two to five numbers",
     num_levels=5,
-    verifiers=WHOLE_NUMBER,
+    verifiers=LAST_NUMBER,
     max_response_tokens=8,
 )
 def compare(level: int, rng: np.random.Generator) -> Draft:
@@ -97,7 +97,7 @@ def compare(level: int, rng: np.random.Generator) -> Draft:
     "arithmetic/sequence",
     description="the next number of an arithmetic sequence, rising or falling",
     num_levels=5,
-    verifiers=WHOLE_NUMBER,
+    verifiers=LAST_NUMBER,
     max_response_tokens=8,
 )
 def sequence(level: int, rng: np.random.Generator) -> Draft:
@@ -115,7 +115,7 @@ def sequence(level: int, rng: np.random.Generator) -> Draft:
     "arithmetic/mixed",
     description="an expression of two to four terms, with precedence and parentheses at the higher levels",
     num_levels=5,
-    verifiers=WHOLE_NUMBER,
+    verifiers=LAST_NUMBER,
     max_response_tokens=8,
 )
 def mixed(level: int, rng: np.random.Generator) -> Draft:

@@ -1,7 +1,9 @@
 """Words and letters: small skills with one right answer, from a word or two up to a short list.
 
 The words are common English nouns and adjectives, so that what gets harder is the skill and not the vocabulary.
-Responses are compared as a whole, ignoring punctuation, and case where it is not the skill.
+Responses are compared as a whole, ignoring punctuation, and case where it is not the skill. Each prompt shows one
+answered question, in words that are not among the list's: without it a small model answers in sentences, and nothing it
+says is right.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from collections import Counter
 
 import numpy as np
 
-from rlvr_jax.tasks.domains.arithmetic import NUMBER_ONLY, WHOLE_NUMBER
+from rlvr_jax.tasks.domains.arithmetic import NUMBER_ONLY, LAST_NUMBER
 from rlvr_jax.tasks.registry import Draft, VerifierUse, ask, domain
 
 _WORDS = """
@@ -58,7 +60,9 @@ def coin(rng: np.random.Generator) -> bool:
 def first_word(level: int, rng: np.random.Generator) -> Draft:
     words = pick(rng, (2, 3, 6, 10)[level])
     question = f"What is the first word of: {' '.join(words)}"
-    return Draft(prompt=ask(question, system=ANSWER_ONLY), answer=words[0])
+    example = ("What is the first word of: tall monkey", "tall")
+    prompt = ask(question, system=ANSWER_ONLY, example=example)
+    return Draft(prompt=prompt, answer=words[0])
 
 
 @domain(
@@ -71,7 +75,9 @@ def first_word(level: int, rng: np.random.Generator) -> Draft:
 def last_word(level: int, rng: np.random.Generator) -> Draft:
     words = pick(rng, (2, 3, 6, 10)[level])
     question = f"What is the last word of: {' '.join(words)}"
-    return Draft(prompt=ask(question, system=ANSWER_ONLY), answer=words[-1])
+    example = ("What is the last word of: tall monkey", "monkey")
+    prompt = ask(question, system=ANSWER_ONLY, example=example)
+    return Draft(prompt=prompt, answer=words[-1])
 
 
 @domain(
@@ -85,11 +91,17 @@ def first_letter(level: int, rng: np.random.Generator) -> Draft:
     words = pick(rng, level + 1)
     if level == 0:
         prompt = ask(
-            f"What is the first letter of: {words[0]}", system="Answer with one letter only."
+            f"What is the first letter of: {words[0]}",
+            system="Answer with one letter only.",
+            example=("What is the first letter of: monkey", "m"),
         )
     else:
         question = f"What is the first letter of each word: {' '.join(words)}"
-        prompt = ask(question, system="Answer with the letters only, spaces between.")
+        prompt = ask(
+            question,
+            system="Answer with the letters only, spaces between.",
+            example=("What is the first letter of each word: tall monkey", "t m"),
+        )
     return Draft(prompt=prompt, answer=" ".join(word[0] for word in words))
 
 
@@ -102,9 +114,9 @@ def first_letter(level: int, rng: np.random.Generator) -> Draft:
 )
 def uppercase(level: int, rng: np.random.Generator) -> Draft:
     words = " ".join(pick(rng, (1, 2, 3, 5)[level]))
-    return Draft(
-        prompt=ask(f"Write in capital letters: {words}", system=WORDS_ONLY), answer=words.upper()
-    )
+    example = ("Write in capital letters: tall monkey", "TALL MONKEY")
+    prompt = ask(f"Write in capital letters: {words}", system=WORDS_ONLY, example=example)
+    return Draft(prompt=prompt, answer=words.upper())
 
 
 @domain(
@@ -116,7 +128,8 @@ def uppercase(level: int, rng: np.random.Generator) -> Draft:
 )
 def copy(level: int, rng: np.random.Generator) -> Draft:
     words = " ".join(pick(rng, (1, 2, 4, 8)[level]))
-    return Draft(prompt=ask(f"Repeat: {words}", system=WORDS_ONLY), answer=words)
+    example = ("Repeat: tall monkey", "tall monkey")
+    return Draft(prompt=ask(f"Repeat: {words}", system=WORDS_ONLY, example=example), answer=words)
 
 
 @domain(
@@ -129,7 +142,9 @@ def copy(level: int, rng: np.random.Generator) -> Draft:
 def sort_words(level: int, rng: np.random.Generator) -> Draft:
     words = pick(rng, level + 2)
     question = f"Sort alphabetically: {' '.join(words)}"
-    return Draft(prompt=ask(question, system=WORDS_ONLY), answer=" ".join(sorted(words)))
+    example = ("Sort alphabetically: tall monkey", "monkey tall")
+    prompt = ask(question, system=WORDS_ONLY, example=example)
+    return Draft(prompt=prompt, answer=" ".join(sorted(words)))
 
 
 @domain(
@@ -142,7 +157,9 @@ def sort_words(level: int, rng: np.random.Generator) -> Draft:
 def reverse_words(level: int, rng: np.random.Generator) -> Draft:
     words = pick(rng, level + 2)
     question = f"Reverse the order of the words: {' '.join(words)}"
-    return Draft(prompt=ask(question, system=WORDS_ONLY), answer=" ".join(reversed(words)))
+    example = ("Reverse the order of the words: tall monkey", "monkey tall")
+    prompt = ask(question, system=WORDS_ONLY, example=example)
+    return Draft(prompt=prompt, answer=" ".join(reversed(words)))
 
 
 @domain(
@@ -156,16 +173,16 @@ def odd_one(level: int, rng: np.random.Generator) -> Draft:
     common, odd = pick(rng, 2)
     words = [common] * (3, 4, 6, 9)[level]
     words[int(rng.integers(len(words)))] = odd
-    return Draft(
-        prompt=ask(f"Which word differs: {' '.join(words)}", system=ANSWER_ONLY), answer=odd
-    )
+    example = ("Which word differs: tall tall monkey", "monkey")
+    question = f"Which word differs: {' '.join(words)}"
+    return Draft(prompt=ask(question, system=ANSWER_ONLY, example=example), answer=odd)
 
 
 @domain(
     "text/count_words",
     description="how many words a list of one to twelve has",
     num_levels=4,
-    verifiers=WHOLE_NUMBER,
+    verifiers=LAST_NUMBER,
     max_response_tokens=8,
 )
 def count_words(level: int, rng: np.random.Generator) -> Draft:
@@ -179,7 +196,7 @@ def count_words(level: int, rng: np.random.Generator) -> Draft:
     "text/count_letters",
     description="how many letters a word has, then how often one letter occurs in several words",
     num_levels=4,
-    verifiers=WHOLE_NUMBER,
+    verifiers=LAST_NUMBER,
     max_response_tokens=8,
 )
 def count_letters(level: int, rng: np.random.Generator) -> Draft:
