@@ -25,7 +25,14 @@ PLAIN_NAMES = frozenset(
     {"sqrt", "abs", "pi", "infinity", *(name for name in LETTERS if len(name) > 3)}
 )
 NAMES_BEFORE_LETTERS = frozenset({"sin", "cos", "tan", "ln", "log", "pi"})
-SCALES = {"thousand": "1000", "million": "1000000", "billion": "1000000000"}
+SCALES = {
+    "dozen": "12",
+    "hundred": "100",
+    "thousand": "1000",
+    "million": "1000000",
+    "billion": "1000000000",
+    "trillion": "1000000000000",
+}
 SEPARATOR_WORDS = frozenset({
     "and", "or",
 })  # fmt: skip
@@ -40,9 +47,13 @@ SHORT_WORDS = frozenset({
     "ten", "the", "two", "yes",
 })  # fmt: skip
 UNIT_LETTERS = frozenset("msghlLNJWVAKCFT°.")
-_NO_UNIT = frozenset(
-    {"or", "and", "not", "but", "maybe", "nor", "wait", "actually", "approximately", "except"}
-)
+# Words after a value that are no unit: they change it, or take it back.
+_NO_UNIT = frozenset({
+    "or", "and", "not", "but", "maybe", "nor", "wait", "actually", "approximately", "except", "half", "halves",
+    "third", "thirds", "quarter", "quarters", "fourths", "fifths", "sixths", "eighths", "tenths", "hundredths",
+    "thousandths", "hundreds", "thousands", "millions", "dozens", "squared", "cubed", "factorial", "times", "plus",
+    "minus", "over", "divided", "point", "root", "power", "pi", "false", "wrong", "incorrect",
+})  # fmt: skip
 UNIT_NAMES = {
     "euro": "€", "euros": "€", "eur": "€", "pounds": "£", "gbp": "£",
     "dollar": "$", "dollars": "$", "usd": "$", "degree": "°", "degrees": "°", "deg": "°", "percent": "%",
