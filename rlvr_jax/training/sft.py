@@ -45,6 +45,7 @@ from rlvr_jax.training.state import (
     make_optimizer,
     state_shardings,
 )
+from rlvr_jax.training.step import Metrics, gradient_step
 from rlvr_jax.training.workdir import open_workdir
 from rlvr_jax.types import TrainBatch, TrainState
 
@@ -242,12 +243,10 @@ def negative_log_likelihood(
 
 def update(
     state: TrainState, pieces: TrainBatch, *, loss: Loss, optimizer: optax.GradientTransformation
-) -> tuple[TrainState, dict[str, jax.Array]]:
+) -> tuple[TrainState, Metrics]:
     """One optimizer step on ``sum(loss) / number of trained tokens``, both over the whole batch.
 
-    The gradient is summed piece by piece, each piece with its part of the global mean, so that it is the same for any
-    number of pieces. A batch with nothing to train on, or a gradient that is not finite, changes nothing but the step
-    count (``update_skipped`` is 1).
+    The denominator is global, so that the gradient is the same for any number of pieces; see ``gradient_step``.
 
     Args:
       state: as its type says.
@@ -262,31 +261,18 @@ def update(
         pieces.loss_mask, pieces.sample_ids, mode="token-mean", num_samples=pieces.tokens.size
     )
 
-    def weighted(params: Params, piece: TrainBatch, weight: jax.Array) -> jax.Array:
-        return jnp.sum(weight * loss(params, piece))
+    def loss_fn(params: Params, piece: tuple[TrainBatch, jax.Array]) -> tuple[jax.Array, Metrics]:
+        batch, batch_weights = piece
+        mean = jnp.sum(batch_weights * loss(params, batch))
+        return mean, {"loss": mean}
 
-    def add(total: Any, piece: tuple[TrainBatch, jax.Array]) -> tuple[Any, None]:
-        return jax.tree.map(
-            jnp.add, total, jax.value_and_grad(weighted)(state.params, *piece)
-        ), None
-
-    zero = jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.params)
-    (mean_loss, grads), _ = jax.lax.scan(add, zero, (pieces, weights))
-    grad_norm = optax.tree.norm(grads)
-    usable = jnp.isfinite(grad_norm) & (jnp.sum(weights) > 0)
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
-
-    def choose(new: Any, old: Any) -> Any:
-        return jax.tree.map(lambda a, b: jnp.where(usable, a, b), new, old)
-
-    new_state = TrainState(
-        step=state.step + 1,
-        params=choose(params, state.params),
-        opt_state=choose(opt_state, state.opt_state),
-        key=state.key,
+    return gradient_step(
+        state,
+        (pieces, weights),
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        trains=jnp.sum(weights) > 0,
     )
-    return new_state, {"loss": mean_loss, "grad_norm": grad_norm, "update_skipped": 1.0 - usable}
 
 
 def sum_and_count(params: Params, pieces: TrainBatch, *, loss: Loss) -> jax.Array:

@@ -1,8 +1,8 @@
 """The only device update: loss, gradient, clipping, guard, Adam, as one pure function of (state, batch).
 
-``update`` is that function. ``Learner`` jits it, and what a batch needs before it (the reference's log-probabilities,
-the KL taken off the reward), for one mesh, with donated state and pinned shardings. The fused schedule calls the same
-pure functions inside its own program.
+``update`` is that function, and ``gradient_step`` the part of it that fine-tuning shares. ``Learner`` jits it, and what
+a batch needs before it (the reference's log-probabilities, the KL taken off the reward), for one mesh, with donated
+state and pinned shardings. The fused schedule calls the same pure functions inside its own program.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from rlvr_jax.models.policy_head import LogitTransform, batch_logprobs
 from rlvr_jax.types import TrainBatch, TrainState
 
 Metrics = dict[str, jax.Array]
+LossFn = Callable[[Params, Any], tuple[jax.Array, Metrics]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,10 +83,7 @@ def update(
     num_targets: int,
     num_samples: int,
 ) -> tuple[TrainState, Metrics]:
-    """One optimizer step on a batch.
-
-    A batch with nothing to train on, or a gradient that is not finite, changes nothing but the step count
-    (``update_skipped`` is 1).
+    """One optimizer step of reinforcement learning on a batch; see ``gradient_step``.
 
     Args:
       state, batch: as their types say.
@@ -98,10 +96,14 @@ def update(
 
     Returns:
       (new state, metrics: float32[] each).
+
+    Raises:
+      ValueError: the rows are not a multiple of ``config.micro_rows``.
     """
     weights, token_weights = batch_weights(batch, config.objective, num_samples=num_samples)
 
-    def loss_fn(params: Params, micro: TrainBatch, w: jax.Array, tw: jax.Array) -> Any:
+    def loss_fn(params: Params, piece: Any) -> tuple[jax.Array, Metrics]:
+        micro, micro_weights, micro_token_weights = piece
         logprobs, entropy = batch_logprobs(
             model,
             params,
@@ -115,47 +117,79 @@ def update(
             logprobs,
             entropy,
             micro,
-            w,
-            tw,
+            micro_weights,
+            micro_token_weights,
             config.objective,
             has_reference=config.use_reference,
         )
 
-    gradient = jax.grad(loss_fn, has_aux=True)
     rows = batch.tokens.shape[0]
-    micro_rows = config.micro_rows or rows
-    if micro_rows >= rows:
-        grads, metrics = gradient(state.params, batch, weights, token_weights)
-    else:
-        pieces = jax.tree.map(
-            functools.partial(_split_rows, micro_rows=micro_rows, num_shards=num_shards),
-            (batch, weights, token_weights),
+    micro_rows = min(config.micro_rows or rows, rows)
+    if rows % micro_rows:
+        raise ValueError(
+            f"a batch of {rows} rows must be divisible by train.micro_rows ({micro_rows}); "
+            "change config.train.micro_rows"
         )
-        first, rest = jax.tree.map(lambda x: x[0], pieces), jax.tree.map(lambda x: x[1:], pieces)
+    pieces = jax.tree.map(
+        functools.partial(_split_rows, micro_rows=micro_rows, num_shards=num_shards),
+        (batch, weights, token_weights),
+    )
+    return gradient_step(
+        state, pieces, loss_fn=loss_fn, optimizer=optimizer, trains=token_weights.sum() > 0
+    )
 
-        def add(carry: tuple[Params, Metrics], piece: Any) -> tuple[tuple[Params, Metrics], None]:
-            grads, metrics = gradient(state.params, *piece)
-            total = jax.tree.map(jnp.add, carry[0], grads)
-            return (total, merge_metrics(carry[1], metrics)), None
 
-        (grads, metrics), _ = jax.lax.scan(add, gradient(state.params, *first), rest)
+def gradient_step(
+    state: TrainState,
+    pieces: Any,
+    *,
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    trains: jax.Array,
+) -> tuple[TrainState, Metrics]:
+    """The optimizer step of every stage: gradients of all pieces added up, then one update, unless it would do harm.
 
-    grad_norm = optax.global_norm(grads)
-    usable = jnp.isfinite(grad_norm) & (token_weights.sum() > 0)
+    Args:
+      state: as its type says.
+      pieces: pytree of arrays [A, ...], the A micro-batches; a single one needs no accumulator.
+      loss_fn: (params, piece) -> (the piece's part of the loss float32[], metrics that ``merge_metrics`` adds up).
+      optimizer: optax.
+      trains: bool[], whether there is anything to train on. If not, or if the gradient is not finite, nothing changes
+        but the step count, and ``update_skipped`` is 1.
+
+    Returns:
+      (new state, metrics: float32[] each).
+    """
+    gradient = jax.grad(loss_fn, has_aux=True)
+    first = jax.tree.map(lambda x: x[0], pieces)
+    if jax.tree.leaves(pieces)[0].shape[0] == 1:
+        grads, metrics = gradient(state.params, first)
+    else:
+
+        def add(total: tuple[Params, Metrics], piece: Any) -> tuple[tuple[Params, Metrics], None]:
+            grads, metrics = gradient(state.params, piece)
+            grads = jax.tree.map(jnp.add, total[0], grads)
+            return (grads, merge_metrics(total[1], metrics)), None
+
+        shapes = jax.eval_shape(gradient, state.params, first)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        (grads, metrics), _ = jax.lax.scan(add, zeros, pieces)
+
+    grad_norm = optax.tree.norm(grads)
+    usable = jnp.isfinite(grad_norm) & trains
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
 
-    def choose(new: jax.Array, old: jax.Array) -> jax.Array:
-        return jnp.where(usable, new, old)
+    def choose(new: Any, old: Any) -> Any:
+        return jax.tree.map(lambda a, b: jnp.where(usable, a, b), new, old)
 
     new_state = TrainState(
         step=state.step + 1,
-        params=jax.tree.map(choose, params, state.params),
-        opt_state=jax.tree.map(choose, opt_state, state.opt_state),
+        params=choose(params, state.params),
+        opt_state=choose(opt_state, state.opt_state),
         key=state.key,
     )
-    metrics["grad_norm"] = grad_norm
-    metrics["update_skipped"] = 1.0 - usable
+    metrics = metrics | {"grad_norm": grad_norm, "update_skipped": 1.0 - usable}
     return new_state, {name: jnp.asarray(value, jnp.float32) for name, value in metrics.items()}
 
 
