@@ -48,6 +48,6 @@ def make_mesh(
     )
 
 
-def num_row_shards(mesh: jax.sharding.Mesh) -> int:
+def num_row_shards(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> int:
     """Over how many shards the rows of a batch are spread; batch sizes must be multiples of it."""
     return mesh.shape["data"] * mesh.shape["fsdp"]

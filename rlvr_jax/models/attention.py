@@ -1,7 +1,8 @@
 """Grouped-query attention over one or more stretches of keys, with one softmax across all of them.
 
-The trainer passes one stretch (a packed row); the sampler passes two (the prompt, computed once and shared by the
-samples of a group, and each sample's own tokens). Scores, softmax and sums are float32 whatever the compute dtype.
+Trainer and sampler both pass two stretches: what a token continues (its prompt, which the sampler computes once and
+shares among the samples of a group) and its own sequence. Scores, softmax and sums are float32 whatever the compute
+dtype.
 """
 
 from __future__ import annotations
@@ -111,7 +112,15 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 def key_bucket(length: int) -> int:
     """Smallest odd multiple of 16 that is at least ``length``: how many keys any stretch should have.
 
-    XLA:CPU picks another dot kernel, with another order of addition, when the number of keys is a multiple of 32. With
-    odd multiples of 16 everywhere the sampler and the trainer agree bit for bit (tests/training/test_parity.py).
+    XLA:CPU chooses among dot kernels, which add up in different orders, by the shape. The sampler and the trainer agree
+    bit for bit, in float32 and bfloat16, when on every device
+
+    - both compile with ``decoder.STRICT``;
+    - every stretch has an odd multiple of 16 keys (a multiple of 32 takes another kernel);
+    - float32 matrix products (the head's always is one) have at least 40 rows: the kernel changes at 33 or soon after;
+    - attention has at least two rows of keys (one row takes another kernel).
+
+    Where a condition fails, float32 differs by about 1e-6 nats and bfloat16 by 1e-3. tests/training/test_parity.py
+    holds both the agreement and the map of kernels, so that a change of XLA is noticed.
     """
     return -(-max(length - 16, 0) // 32) * 32 + 16

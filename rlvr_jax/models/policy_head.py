@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rlvr_jax.distributed.mesh import num_row_shards
 from rlvr_jax.models.attention import MASKED
 from rlvr_jax.models.config import ModelConfig
 from rlvr_jax.models.decoder import Decoder, Params, attend_rows, bind
@@ -120,7 +121,7 @@ def target_logprobs(
       hidden: dtype[B * T, D].
       batch: rows of token trees.
       num_targets: how many trained tokens a row has at most; more are not scored, so it must be an upper bound.
-      chunk: how many tokens' logits are held at once (float32[chunk, V]).
+      chunk: how many tokens' logits a device holds at once (float32[chunk, V]).
 
     Returns:
       (logprobs, entropy): float32[B, T], nats, 0 where ``loss_mask`` is 0.
@@ -141,7 +142,9 @@ def target_logprobs(
         return logprob_and_entropy(logits, part_targets)
 
     # Chunks cut across the columns, so that every device works on its own rows.
-    width = max(1, min(num_targets, chunk // B))
+    mesh = jax.sharding.get_abstract_mesh()
+    shards = 1 if mesh.empty else num_row_shards(mesh)
+    width = max(1, min(num_targets, chunk * shards // B))
     pieces = -(-num_targets // width)
     pad = pieces * width - num_targets
     states = jnp.pad(states, ((0, 0), (0, pad), (0, 0)))

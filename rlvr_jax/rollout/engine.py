@@ -23,8 +23,9 @@ from rlvr_jax.models.policy_head import LogitTransform
 from rlvr_jax.rollout.generate import Rollout, generate
 from rlvr_jax.types import Completion, SamplingParams
 
-# XLA:CPU adds up a float32 dot of up to 32 rows in another order than one of more; the trainer always has more.
-MIN_ROWS = 40
+# Per device: XLA:CPU adds up a float32 dot of few rows in another order than one of more, and the trainer always has
+# more (models.attention.key_bucket). Other backends have no such step, and need no padding.
+MIN_ROWS_OF_A_CPU = 40
 
 
 class Engine:
@@ -82,11 +83,10 @@ class Engine:
 
         Raises:
           ValueError: an empty prompt, a prompt that leaves no room for ``max_tokens`` in the context, a token outside
-            the vocabulary, stop strings without ``decode``.
+            the vocabulary, stop strings without ``decode``, a request id of more than 32 bits.
         """
         self._check(prompts, params, num_samples, request_ids)
-        shards = num_row_shards(self.mesh)
-        per_call = max(1, self.max_rows // num_samples // shards) * shards
+        per_call = self._prompts_per_call(num_samples)
         pending = [
             self._dispatch(
                 prompts[start : start + per_call],
@@ -102,6 +102,22 @@ class Engine:
             found.extend(self._completions(arrays, index, params) for index in range(count))
         return found
 
+    def _prompts_per_call(self, num_samples: int) -> int:
+        """How many prompts' samples are decoded together: at most ``max_rows``, at least one prompt a shard."""
+        shards = num_row_shards(self.mesh)
+        return max(1, self.max_rows // num_samples // shards) * shards
+
+    def _bucket(self, num_prompts: int, num_samples: int) -> int:
+        """Rows of prompts of a batch, so that few shapes are compiled: a power of two a shard, or a full call."""
+        shards = num_row_shards(self.mesh)
+        rows = shards
+        while rows < num_prompts:
+            rows *= 2
+        rows = min(rows, self._prompts_per_call(num_samples))
+        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
+        least = -(-MIN_ROWS_OF_A_CPU // num_samples) * shards if on_cpu else 1
+        return max(rows, least)
+
     def _dispatch(
         self,
         prompts: Sequence[Sequence[int]],
@@ -110,11 +126,7 @@ class Engine:
         num_samples: int,
     ) -> tuple[Rollout, int]:
         """Starts one batch; returns its arrays (still being computed) and how many of its rows are real."""
-        shards = num_row_shards(self.mesh)
-        least = -(-MIN_ROWS // num_samples)
-        rows = shards
-        while rows < max(len(prompts), least):
-            rows *= 2
+        rows = self._bucket(len(prompts), num_samples)
         width = key_bucket(max(map(len, prompts)))
         tokens = np.zeros((rows, width), np.int32)
         lengths = np.zeros((rows,), np.int32)
@@ -185,6 +197,11 @@ class Engine:
             )
         if num_samples < 1:
             raise ValueError(f"num_samples is {num_samples}; expected at least 1")
+        for request_id in request_ids:
+            if not 0 <= request_id < 2**32:
+                raise ValueError(
+                    f"request id {request_id} is outside [0, 2**32); take a 32-bit hash"
+                )
         if params.stop and self._decode is None:
             raise ValueError("stop strings need Engine(decode=...); use stop_token_ids, or pass it")
         for index, prompt in enumerate(prompts):
