@@ -15,7 +15,7 @@ def make_mesh(
     fsdp: int = 1,
     tensor: int = 1,
     *,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
 ) -> jax.sharding.Mesh:
     """Arranges the devices of all processes.
 

@@ -53,7 +53,7 @@ class Engine:
     ) -> None:
         self.config, self.mesh, self.max_rows = config, mesh, max_rows
         self._decode = decode
-        rows = row_sharding(mesh)
+        rows: Any = row_sharding(mesh)
         self._generate = jax.jit(
             functools.partial(generate, config=config, dtype=jnp.dtype(dtype)),
             static_argnames=("num_samples", "max_tokens", "transform", "stop_token_ids"),
@@ -69,7 +69,7 @@ class Engine:
     @property
     def num_compiles(self) -> int:
         """How many shapes were compiled so far."""
-        return self._generate._cache_size()
+        return self._generate._cache_size()  # pyright: ignore[reportAttributeAccessIssue]
 
     def sample(
         self,
@@ -174,10 +174,11 @@ class Engine:
 
     def _end_of_stop_string(self, tokens: np.ndarray, stop: Sequence[str]) -> int | None:
         """How many tokens it takes until their text holds a stop string; None if it never does."""
-        assert self._decode is not None  # _check saw to it
+        decode = self._decode
+        assert decode is not None  # _check saw to it
 
         def holds(count: int) -> bool:
-            text = self._decode(tokens[:count].tolist())
+            text = decode(tokens[:count].tolist())
             return any(string in text for string in stop)
 
         if not holds(len(tokens)):

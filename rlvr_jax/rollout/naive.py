@@ -50,7 +50,7 @@ class NaiveSampler:
         request_ids: Sequence[int],
     ) -> list[list[Completion]]:
         """See ``Sampler.sample``."""
-        keys = sample_keys(params.seed, np.array(request_ids, np.uint32), num_samples)
+        keys = sample_keys(params.seed, jnp.asarray(request_ids, jnp.uint32), num_samples)
         keys = keys.reshape(len(prompts), num_samples)
         return [
             [self._one(list(prompt), keys[row, sample], params) for sample in range(num_samples)]

@@ -102,11 +102,12 @@ def state_shardings(
     params = abstract_params(config)
     shardings = param_shardings(mesh, params, PARAM_AXES)
     opt_state = jax.eval_shape(optimizer.init, params)
+    whole: Any = replicated(mesh)
     return TrainState(
-        step=replicated(mesh),
+        step=whole,
         params=shardings,
         opt_state=shardings_like(mesh, opt_state, params, shardings),
-        key=replicated(mesh),
+        key=whole,
     )
 
 
@@ -115,12 +116,10 @@ def abstract_state(
 ) -> TrainState:
     """Shapes, dtypes and shardings of the state, for a restore."""
     params = abstract_params(config)
-    shapes = TrainState(
-        step=jax.ShapeDtypeStruct((), jnp.int32),
-        params=params,
-        opt_state=jax.eval_shape(optimizer.init, params),
-        key=jax.ShapeDtypeStruct((2,), jnp.uint32),
-    )
+    step: Any = jax.ShapeDtypeStruct((), jnp.int32)
+    key: Any = jax.ShapeDtypeStruct((2,), jnp.uint32)
+    opt_state = jax.eval_shape(optimizer.init, params)
+    shapes = TrainState(step=step, params=params, opt_state=opt_state, key=key)
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
