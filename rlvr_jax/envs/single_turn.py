@@ -65,8 +65,8 @@ def request_id(step: int, task: Task) -> int:
     return content_hash("request", step, task.domain, task.id) % 2**32
 
 
-def response_text(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
-    """The response as text, without the stop token it ended on."""
+def response_text(tokens: Sequence[int] | np.ndarray, tokenizer: Tokenizer) -> str:
+    """The response as text, without the stop token it ended on; ``tokens`` are int[T]."""
     ids = [int(token) for token in tokens]
     if ids and ids[-1] in tokenizer.stop_token_ids:
         ids.pop()

@@ -3,13 +3,15 @@
 Between rollout and update the program calls the host (``io_callback``, once for each shard of the rows, so that every
 process judges its own), and goes on with the verdicts. Everything else is the staged schedule's own pure functions:
 ``generate``, ``with_reference``, ``with_advantages``, ``update``. Rows are laid out as fixed token trees, one prompt a
-row, since ragged packing needs the host.
+row, since ragged packing needs the host; what the staged schedule leaves out of its batch is masked here.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
+import contextlib
 import dataclasses
+import queue
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,9 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
+from jax.typing import ArrayLike
 
+from rlvr_jax.algorithms.shaping import filter_groups, overlong_penalty
 from rlvr_jax.distributed.sharding import replicated, row_sharding, spec
 from rlvr_jax.envs.single_turn import Judge, make_trajectory, request_id, response_text
+from rlvr_jax.errors import ConfigError
 from rlvr_jax.models.attention import key_bucket
 from rlvr_jax.models.decoder import STRICT, Params
 from rlvr_jax.rollout.generate import Rollout, generate
@@ -36,6 +41,10 @@ from rlvr_jax.types import (
     TrainState,
 )
 
+# JAX hands the callback copies of its arguments, and makes those of 100 KiB and more in the thread pool of its CPU
+# client, all threads of which may be waiting in this very callback when there are several devices. Smaller ones are
+# copied at once.
+PIECE = 1 << 14  # int32s
 FusedStep = Callable[..., tuple[TrainState, Metrics, list[Group]]]
 
 
@@ -87,18 +96,51 @@ def lay_out(prompts: jax.Array, prompt_lengths: jax.Array, rollout: Rollout) -> 
     )
 
 
+def groups_with_signal(
+    scores: ArrayLike, scored: ArrayLike, *, adv_estimator: str
+) -> np.ndarray | jax.Array:
+    """Which groups have advantages at all, and are trained on.
+
+    Args:
+      scores: float[P, G], as the verifiers gave them; anything where not scored.
+      scored: bool[P, G].
+      adv_estimator: with the batch as its baseline, all groups have if any two scores differ; else those whose own do.
+
+    Returns:
+      bool[P].
+    """
+    if adv_estimator != "reinforce_plus_plus":
+        return filter_groups(scores, scored)
+    scores, scored = jnp.asarray(scores), jnp.asarray(scored)
+    return jnp.tile(filter_groups(scores.reshape(1, -1), scored.reshape(1, -1)), scores.shape[0])
+
+
+def check_divides(num_tasks: int, num_shards: int) -> None:
+    """Raises ConfigError when the rows of the program, one a task, do not divide over the mesh."""
+    if num_tasks % num_shards:
+        raise ConfigError(
+            f"tasks.tasks_per_step ({num_tasks}) must be divisible by the data and fsdp axes of the mesh "
+            f"({num_shards}) in the fused schedule; change config.tasks.tasks_per_step or config.mesh"
+        )
+
+
 class HostJudge:
-    """The host side of the callback: turns arrays into text, has it judged, keeps the groups.
+    """The host side of the callback: turns arrays into text, has it judged, keeps texts and verdicts.
 
     Called by the program with the rows of one shard at a time, from threads of the runtime's own. Whatever the judge
     does, an answer comes back within the deadline: an exception or a hang ends as a ``failed`` or ``timeout`` reward.
 
     Args:
       deadline_s: for all verdicts of one call.
+      num_calls: calls that come at once and return together. XLA:CPU ends the process when one of its devices waits in
+        a collective for the others for 60 s, and there they would wait for the shard whose verdicts take longest.
     """
 
-    def __init__(self, judge: Judge, tokenizer: Tokenizer, *, deadline_s: float) -> None:
+    def __init__(
+        self, judge: Judge, tokenizer: Tokenizer, *, deadline_s: float, num_calls: int
+    ) -> None:
         self._judge, self._tokenizer, self._deadline_s = judge, tokenizer, deadline_s
+        self._num_calls = num_calls
         self._tasks: Sequence[Task] = ()
         self.rewards: dict[int, list[tuple[Reward, ...]]] = {}
         self.texts: dict[int, list[str]] = {}
@@ -106,43 +148,76 @@ class HostJudge:
     def begin(self, tasks: Sequence[Task]) -> None:
         """The tasks of the next call of the program; row i is task i."""
         self._tasks, self.rewards, self.texts = tasks, {}, {}
+        self._together = threading.Barrier(self._num_calls)
 
     def __call__(
-        self, rows: np.ndarray, tokens: np.ndarray, lengths: np.ndarray
+        self, copy: Any, rows: Any, lengths: Any, *pieces: Any
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(scores float32[p, G], scored bool[p, G]) of rows int32[p]; tokens int32[p, G, R], lengths int32[p, G]."""
-        rows, tokens, lengths = map(np.asarray, (rows, tokens, lengths))
-        scores = np.zeros(lengths.shape, np.float32)
-        scored = np.zeros(lengths.shape, bool)
-        real = [(at, int(row)) for at, row in enumerate(rows) if row < len(self._tasks)]
-        for at, row in real:
+        """``judge_rows``, for all calls at once."""
+        answer = self.judge_rows(int(copy), rows, lengths, pieces)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            self._together.wait(2 * self._deadline_s)
+        return answer
+
+    def judge_rows(
+        self, copy: int, rows: Any, lengths: Any, pieces: Sequence[Any]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Judges the rows of a shard.
+
+        Args:
+          copy: which of the identical copies of these rows the caller holds; the first is judged.
+          rows: int32[p].
+          lengths: int32[p, G].
+          pieces: int32[p, G, R], the tokens, flat and cut.
+
+        Returns:
+          (scores, scored): float32[p, G] both, 0 where there is no verdict (and everywhere, for the other copies).
+        """
+        lengths = np.asarray(lengths)
+        scores, scored = np.zeros(lengths.shape, np.float32), np.zeros(lengths.shape, np.float32)
+        if copy > 0:
+            return scores, scored
+        rows = [int(row) for row in np.asarray(rows)]
+        tokens = np.concatenate([np.asarray(piece) for piece in pieces])
+        tokens = tokens.reshape(*lengths.shape, -1)
+        for at, row in enumerate(rows):
             self.texts[row] = [
                 response_text(ids[:count], self._tokenizer)
                 for ids, count in zip(tokens[at], lengths[at], strict=True)
             ]
-        pairs = [(self._tasks[row], text) for _, row in real for text in self.texts[row]]
+        pairs = [(self._tasks[row], text) for row in rows for text in self.texts[row]]
         verdicts = iter(self._verdicts(pairs))
-        for at, row in real:
+        for at, row in enumerate(rows):
             self.rewards[row] = [next(verdicts) for _ in self.texts[row]]
             for sample, rewards in enumerate(self.rewards[row]):
                 if rewards and all(reward.status == "ok" for reward in rewards):
                     scores[at, sample] = sum(r.weight * r.value for r in rewards)
-                    scored[at, sample] = True
+                    scored[at, sample] = 1.0
         return scores, scored
 
     def _verdicts(self, pairs: Sequence[tuple[Task, str]]) -> list[tuple[Reward, ...]]:
-        # A thread of its own, left behind if it hangs: the program must go on.
-        background = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="judge")
+        answers: queue.SimpleQueue[list[tuple[Reward, ...]] | Reward] = queue.SimpleQueue()
+
+        def judge() -> None:
+            try:
+                verdicts = self._judge(pairs)
+                if len(verdicts) != len(pairs):
+                    raise ValueError(f"{len(verdicts)} verdicts for {len(pairs)} responses")
+                answers.put(verdicts)
+            except (
+                BaseException
+            ) as error:  # whatever it is: a callback that raises stops every host
+                detail = f"{type(error).__name__}: {error}"
+                answers.put(Reward(name="judge", value=0.0, status="failed", detail=detail))
+
+        # A thread of its own, left behind if it hangs: the program goes on, and the interpreter exits without it.
+        threading.Thread(target=judge, name="judge", daemon=True).start()
         try:
-            return background.submit(self._judge, pairs).result(self._deadline_s)
-        except TimeoutError:
-            lost = Reward(name="judge", value=0.0, status="timeout", detail="no verdict in time")
-        except Exception as error:  # the judge is the user's; a dead callback would stop every host
-            detail = f"{type(error).__name__}: {error}"
-            lost = Reward(name="judge", value=0.0, status="failed", detail=detail)
-        finally:
-            background.shutdown(wait=False)
-        return [(lost,)] * len(pairs)
+            answer = answers.get(timeout=self._deadline_s)
+        except queue.Empty:
+            detail = f"no verdicts within {self._deadline_s:g} s"
+            answer = Reward(name="judge", value=0.0, status="timeout", detail=detail)
+        return [(answer,)] * len(pairs) if isinstance(answer, Reward) else answer
 
 
 def make_fused_step(
@@ -153,15 +228,24 @@ def make_fused_step(
     judge: Judge,
     params: SamplingParams,
     group_size: int,
-    deadline_s: float = 60.0,
+    overlong_buffer: int,
+    mask_truncated: bool,
+    deadline_s: float,
 ) -> FusedStep:
     """``fused_step(state, reference, tasks, step=, kl_coef=)`` -> (state, metrics, groups); donates the state.
+
+    Args:
+      overlong_buffer: tokens before ``params.max_tokens`` from which a response loses score; 0 for none.
+      mask_truncated: do not train on responses that ran out of tokens.
+      deadline_s: for the verdicts of one shard of the rows.
 
     Raises:
       ValueError: (when called) a number of tasks that does not divide over the mesh, or a prompt past the context.
     """
     mesh, config, model = learner.mesh, learner.config, learner.model
-    host = HostJudge(judge, tokenizer, deadline_s=deadline_s)
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    num_calls = len(mesh.local_devices) if on_cpu else 1
+    host = HostJudge(judge, tokenizer, deadline_s=deadline_s, num_calls=num_calls)
     rows_spec = spec("rows")
 
     def program(
@@ -189,12 +273,15 @@ def make_fused_step(
             dtype=jnp.dtype(config.dtype),
         )
 
-        def call_host(rows: jax.Array, tokens: jax.Array, lengths: jax.Array) -> Any:
-            shapes = (
-                jax.ShapeDtypeStruct(lengths.shape, jnp.float32),
-                jax.ShapeDtypeStruct(lengths.shape, jnp.bool_),
-            )
-            return io_callback(host, shapes, rows, tokens, lengths)
+        def call_host(
+            rows: jax.Array, tokens: jax.Array, lengths: jax.Array
+        ) -> tuple[jax.Array, jax.Array]:
+            flat = tokens.reshape(-1)
+            pieces = [flat[start : start + PIECE] for start in range(0, flat.size, PIECE)]
+            answer = jax.ShapeDtypeStruct(lengths.shape, jnp.float32)
+            copy = jax.lax.axis_index("tensor")  # each shard of this axis holds the same rows
+            scores, scored = io_callback(host, (answer, answer), copy, rows, lengths, *pieces)
+            return jax.lax.psum(scores, "tensor"), jax.lax.psum(scored, "tensor") > 0
 
         scores, scored = jax.shard_map(
             call_host,
@@ -203,16 +290,26 @@ def make_fused_step(
             out_specs=(rows_spec, rows_spec),
             check_vma=False,
         )(rows, rollout.tokens, rollout.lengths)
+        # Whom the staged schedule packs: judged samples of groups with signal, on the score before any shaping.
+        judged = (
+            scored & groups_with_signal(scores, scored, adv_estimator=config.adv_estimator)[:, None]
+        )
+        trained = judged & rollout.stopped if mask_truncated else judged
+        if overlong_buffer:
+            scores += overlong_penalty(
+                rollout.lengths,
+                max_response_length=params.max_tokens,
+                buffer_length=overlong_buffer,
+            )
         batch = lay_out(prompts, prompt_lengths, rollout)
+        of_sample = trained.reshape(-1)[jnp.maximum(batch.sample_ids, 0)] & (batch.sample_ids >= 0)
+        batch = dataclasses.replace(batch, loss_mask=jnp.where(of_sample, batch.loss_mask, 0.0))
         num_targets = group_size * params.max_tokens
         if reference is not None:
             batch = with_reference(
                 batch, reference, model=model, config=config, num_targets=num_targets
             )
-        batch = with_advantages(batch, scores, scored, kl_coef, config=config)
-        # Samples without a verdict are not trained on, as in the staged schedule.
-        judged = scored.reshape(-1)[jnp.maximum(batch.sample_ids, 0)] & (batch.sample_ids >= 0)
-        batch = dataclasses.replace(batch, loss_mask=jnp.where(judged, batch.loss_mask, 0.0))
+        batch = with_advantages(batch, scores, judged, kl_coef, config=config)
         state, metrics = update(
             state,
             batch,
@@ -229,7 +326,7 @@ def make_fused_step(
     jitted = jax.jit(
         program,
         donate_argnums=0,
-        out_shardings=(learner.shardings, whole, Rollout(*(rows_sharding,) * 4)),
+        out_shardings=(learner.shardings, whole, rows_sharding),
         compiler_options=STRICT,
     )
 
@@ -241,11 +338,7 @@ def make_fused_step(
         step: int,
         kl_coef: float,
     ) -> tuple[TrainState, Metrics, list[Group]]:
-        if len(tasks) % learner.num_shards:
-            raise ValueError(
-                f"tasks_per_step ({len(tasks)}) must be divisible by the data and fsdp axes "
-                f"({learner.num_shards}) in the fused schedule; change config.tasks.tasks_per_step or config.mesh"
-            )
+        check_divides(len(tasks), learner.num_shards)
         prompts = [chat.render_ids(task.prompt) for task in tasks]
         longest = max(map(len, prompts))
         if longest + params.max_tokens > model.max_length:

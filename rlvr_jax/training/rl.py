@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,17 +25,19 @@ from rlvr_jax.algorithms.objective import ObjectiveConfig
 from rlvr_jax.algorithms.shaping import overlong_penalty
 from rlvr_jax.checkpoint.manager import Checkpointer
 from rlvr_jax.data.packing import pack_groups
-from rlvr_jax.distributed.mesh import make_mesh
+from rlvr_jax.distributed.mesh import make_mesh, num_row_shards
 from rlvr_jax.envs.single_turn import DomainJudge, run_groups
 from rlvr_jax.errors import ConfigError, MismatchError
 from rlvr_jax.metrics import Counters, MetricsLogger, PhaseTimer, read_metrics
 from rlvr_jax.models.attention import key_bucket
+from rlvr_jax.models.config import ModelConfig
 from rlvr_jax.models.policy_head import LogitTransform
 from rlvr_jax.rewards.pool import VerifierPool
 from rlvr_jax.rollout.engine import Engine
 from rlvr_jax.tasks.curriculum import Curriculum
 from rlvr_jax.tasks.splits import held_out_tasks
-from rlvr_jax.training.fused import make_fused_step
+from rlvr_jax.text.chat import ChatTemplate
+from rlvr_jax.training.fused import check_divides, groups_with_signal, make_fused_step
 from rlvr_jax.training.policy import load_pretrained
 from rlvr_jax.training.report import write_report
 from rlvr_jax.training.state import (
@@ -48,7 +51,7 @@ from rlvr_jax.training.state import (
 from rlvr_jax.training.step import StepConfig, make_learner, merge_updates
 from rlvr_jax.training.workdir import open_workdir
 from rlvr_jax.trajectories.store import ParquetStore
-from rlvr_jax.types import Group, SamplingParams, TrainBatch
+from rlvr_jax.types import Group, SamplingParams, Task, TrainBatch
 
 
 def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> dict[str, Any]:
@@ -69,14 +72,16 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
       MismatchError: sampler and trainer disagree by more than ``config.max_mismatch``.
     """
     clock = time.perf_counter()
-    check_settings(config)
-    workdir = open_workdir(workdir, config, fresh=fresh)
 
     # The model, on its mesh.
+    mesh = make_mesh(**config.mesh)
+    check_settings(config, num_row_shards(mesh))
     pretrained = load_pretrained(config.model)
     model, tokenizer, chat = pretrained.config, pretrained.tokenizer, pretrained.chat
-    mesh = make_mesh(**config.mesh)
-    optimizer_config = OptimizerConfig(num_steps=config.num_steps, **config.optimizer)
+    updates_per_step = config.train.num_epochs * config.train.num_minibatches
+    optimizer_config = OptimizerConfig(
+        num_steps=config.num_steps * updates_per_step, **config.optimizer
+    )
     learning_rate = learning_rate_schedule(optimizer_config)
     optimizer = make_optimizer(optimizer_config)
     shardings = state_shardings(model, optimizer, mesh)
@@ -112,7 +117,10 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
         for name, levels in curriculum.levels.items()
         for task in held_out_tasks(name, config.eval.tasks_per_domain, seed, levels)
     ]
+    check_prompts(held_out, chat, model, config.rollout.max_tokens)
     counters = Counters()
+
+    workdir = open_workdir(workdir, config, fresh=fresh)  # nothing is wrong with the settings
     store = ParquetStore(workdir / "trajectories")
     held_out_store = ParquetStore(workdir / "held_out")
 
@@ -129,6 +137,11 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
             state = init_state(model, pretrained.params, optimizer, mesh, seed=seed)
         else:
             first_step, seconds_before = restored.step, restored.host["seconds"]
+            if first_step > config.num_steps:
+                raise ConfigError(
+                    f"{workdir} holds a run of {first_step} steps; num_steps is {config.num_steps}: expected at least "
+                    "as many; raise config.num_steps, use --fresh to start over, or another --workdir"
+                )
             state = restored.state
             curriculum.load_state_dict(restored.host["curriculum"])
             counters = Counters(restored.host["counters"])
@@ -165,11 +178,21 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
             judge=judge,
             params=sampling,
             group_size=group_size,
+            overlong_buffer=config.algorithm.overlong_buffer,
+            mask_truncated=config.algorithm.mask_truncated,
+            # Every verdict at its deadline, one after another, and as long again for restarting workers.
+            deadline_s=60.0
+            + 2 * config.verifiers.timeout_s * tasks_per_step * group_size / pool.num_workers,
         )
 
         def hold_out(step: int) -> list[Group]:
             """Answers to the held-out tasks after ``step`` updates; sampled once, then read from disk."""
             if step not in held_out_store.steps():
+                if step != engine.policy_version:
+                    raise ConfigError(
+                        f"{workdir}/held_out has no answers of step {step}, and the weights are those of step "
+                        f"{engine.policy_version}; put the folder back, or use --fresh to start over"
+                    )
                 logger.info(f"answering {len(held_out)} held-out tasks after {step} steps")
                 answers = rollout(held_out, group_size=config.eval.num_samples, step=step)
                 held_out_store.append(answers)
@@ -198,12 +221,13 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
                         state, reference, tasks, step=step, kl_coef=kl_controller.coef
                     )
                 curriculum.update(sampled)
-                groups, updates = sampled, [metrics]
+                groups = trainable(sampled, config)
+                updates = [metrics] if groups else []
             else:
                 with timer("rollout"):
                     sampled = rollout(tasks, group_size=group_size, step=step)
                     curriculum.update(sampled)
-                    groups = [group for group in sampled if has_signal(group)]
+                    groups = trainable(sampled, config)
                     for attempt in range(1, config.tasks.max_refills + 1):
                         if not (missing := tasks_per_step - len(groups)):
                             break
@@ -214,7 +238,7 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
                         )
                         curriculum.update(more)
                         sampled = sampled + more
-                        groups += [group for group in more if has_signal(group)]
+                        groups = trainable(sampled, config)
                 with timer("prepare"):
                     minibatches = [
                         learner.prepare(
@@ -233,16 +257,19 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
             engine.load_params(state.params, policy_version=step + 1)
             store.append(sampled)  # the device is busy with the update meanwhile
             with timer("update"):
-                metrics = merge_updates(jax.device_get(updates))
-            if metrics.get("logprob_delta_mean", 0.0) > config.max_mismatch:
+                updates = jax.device_get(updates)
+            rate = float(np.asarray(learning_rate(counters.totals.get("updates", 0))))
+            counters.add("updates", sum(not update["update_skipped"] for update in updates))
+            metrics = merge_updates(updates) or {"update_skipped": 1.0}
+            if not metrics.get("logprob_delta_mean", 0.0) <= config.max_mismatch:  # NaN is past it
                 raise MismatchError(
                     f"step {step}: log-probabilities of sampler and trainer differ by "
                     f"{metrics['logprob_delta_mean']:.3g} nats on average; expected at most max_mismatch="
                     f"{config.max_mismatch}: the run stops, since its gradients would be wrong. "
-                    f"The checkpoint after step {max(checkpointer.steps(), default=0)} is intact"
+                    f"Checkpoints of steps {checkpointer.steps()} are intact"
                 )
             num_samples = tasks_per_step * group_size
-            kl_controller = kl_controller.update(metrics.get("kl", 0.0), num_samples)
+            kl_controller = kl_controller.update(metrics.get("kl", math.nan), num_samples)
             count_losses(counters, sampled, groups)
             seconds = time.perf_counter() - began
             logger.log(
@@ -253,7 +280,7 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
                     **curriculum.metrics(),
                     **counters.take(),
                     **timer.take(),
-                    "learning_rate": float(learning_rate(step)),
+                    "learning_rate": rate,
                     "kl_coef": kl_controller.coef,
                     "perf/step_s": seconds,
                     "perf/tokens_per_s": num_tokens(sampled) / seconds,
@@ -317,12 +344,33 @@ def objective_config(config: ConfigDict) -> ObjectiveConfig:
     )
 
 
-def check_settings(config: ConfigDict) -> None:
-    """Raises ConfigError or ValueError for settings that cannot work together; needs no model."""
+def check_settings(config: ConfigDict, num_shards: int) -> None:
+    """Raises ConfigError or ValueError for settings that cannot work together; needs no model.
+
+    Args:
+      num_shards: over how many shards the mesh spreads the rows of a batch.
+    """
     if config.schedule not in ("staged", "fused"):
         raise ConfigError(f"schedule is {config.schedule!r}; expected 'staged' or 'fused'")
-    if config.num_steps < 1:
-        raise ConfigError(f"num_steps is {config.num_steps}; expected at least 1")
+    for key in (
+        "num_steps",
+        "tasks.tasks_per_step",
+        "rollout.group_size",
+        "train.num_epochs",
+        "train.num_minibatches",
+        "checkpoint.every",
+        "eval.tasks_per_domain",
+        "eval.num_samples",
+    ):
+        value: Any = functools.reduce(getattr, key.split("."), config)
+        if value < 1:
+            raise ConfigError(f"{key} is {value}; expected at least 1: change config.{key}")
+    algorithm = config.algorithm
+    if (algorithm.kl_coef > 0) != algorithm.use_kl_in_reward:
+        raise ConfigError(
+            f"algorithm.kl_coef is {algorithm.kl_coef} and use_kl_in_reward is {algorithm.use_kl_in_reward}: kl_coef "
+            "is the weight of the KL in the reward; expected both or neither (kl_loss_coef is that in the loss)"
+        )
     if config.schedule == "fused":
         for key, value, expected in (
             ("tasks.max_refills", config.tasks.max_refills, 0),
@@ -335,13 +383,38 @@ def check_settings(config: ConfigDict) -> None:
                     f"{key} is {value!r}; the fused schedule is one program with one update a step and expects "
                     f"{expected!r}: set config.{key}={expected!r}, or config.schedule='staged'"
                 )
+        check_divides(config.tasks.tasks_per_step, num_shards)
     # A baseline of the group needs a group: raises as the first step would.
     scores = np.zeros((1, config.rollout.group_size), np.float32)
     group_advantages(scores, np.ones_like(scores), estimator=config.algorithm.adv_estimator)
 
 
+def check_prompts(
+    tasks: Sequence[Task], chat: ChatTemplate, model: ModelConfig, max_tokens: int
+) -> None:
+    """Raises ConfigError when a prompt and its answer would not fit into the model's context."""
+    longest = max(len(chat.render_ids(task.prompt)) for task in tasks)
+    if longest + max_tokens > model.max_length:
+        raise ConfigError(
+            f"a prompt has {longest} tokens; with rollout.max_tokens={max_tokens} that is past the model's context of "
+            f"{model.max_length}: lower config.rollout.max_tokens, or choose tasks with shorter prompts"
+        )
+
+
+def trainable(groups: Sequence[Group], config: ConfigDict) -> list[Group]:
+    """The groups that have advantages, by their raw scores; the others teach nothing."""
+    scores = np.stack([group.scores for group in groups])
+    signal = groups_with_signal(
+        scores, np.isfinite(scores), adv_estimator=config.algorithm.adv_estimator
+    )
+    return [group for group, has in zip(groups, np.asarray(signal), strict=True) if has]
+
+
 def shaped_scores(groups: Sequence[Group], config: ConfigDict) -> np.ndarray:
-    """float64[P, G], NaN where there is no verdict; with the penalty on answers that near the limit, if asked."""
+    """float64[P, G], NaN where there is no verdict; with the penalty on answers that near the limit, if asked.
+
+    P is a multiple of ``tasks_per_step`` (rows of NaN follow the groups): programs that take the scores compile once.
+    """
     scores = np.stack([group.scores for group in groups])
     if config.algorithm.overlong_buffer:
         lengths = np.array([[t.response_mask.sum() for t in g.trajectories] for g in groups])
@@ -352,13 +425,8 @@ def shaped_scores(groups: Sequence[Group], config: ConfigDict) -> np.ndarray:
                 buffer_length=config.algorithm.overlong_buffer,
             )
         )
-    return scores
-
-
-def has_signal(group: Group) -> bool:
-    """Whether the group's raw scores differ: only then does it have advantages."""
-    scores = group.scores[None]
-    return not bool(zero_variance(scores, np.isfinite(scores))[0])
+    rows = -len(groups) % config.tasks.tasks_per_step
+    return np.pad(scores, ((0, rows), (0, 0)), constant_values=np.nan)
 
 
 def split(groups: Sequence[Group], num_parts: int) -> list[Sequence[Group]]:
@@ -372,7 +440,7 @@ def pack(groups: Sequence[Group], config: ConfigDict, num_shards: int) -> TrainB
     scores = shaped_scores(groups, config)
     advantages = group_advantages(
         scores, np.isfinite(scores), estimator=config.algorithm.adv_estimator
-    )
+    )[: len(groups)]
     longest = max(len(t.tokens) for group in groups for t in group.trajectories)
     return pack_groups(
         groups,
@@ -399,7 +467,7 @@ def count_losses(counters: Counters, sampled: Sequence[Group], trained: Sequence
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Figures of everything sampled in a step, refills included."""
     trajectories = [t for group in groups for t in group.trajectories]
-    scores = np.array([t.score for t in trajectories])
+    scores = np.stack([group.scores for group in groups])
     scored = scores[np.isfinite(scores)]
     lengths = np.array([t.response_mask.sum() for t in trajectories])
     return {
@@ -410,6 +478,6 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "response_length/truncated_frac": float(
             np.mean([t.stop_reason == "length" for t in trajectories])
         ),
-        "zero_std_frac": float(np.mean([not has_signal(group) for group in groups])),
+        "zero_std_frac": float(np.mean(zero_variance(scores, np.isfinite(scores)))),
         "num_groups": float(len(groups)),
     }
