@@ -17,6 +17,8 @@ from rlvr_jax.trajectories.analysis import pass_rates
 from rlvr_jax.trajectories.plot import plot_curve
 from rlvr_jax.types import Group
 
+SUMMARY_FILE = "summary.json"
+
 
 def write_report(
     workdir: Path,
@@ -41,11 +43,16 @@ def write_report(
 
     Returns:
       ``domains`` (name -> before, after, n), ``mean_before``, ``mean_after`` (over domains), ``seconds``, ``steps``,
-      ``seed``, ``device``, ``model``. Pass rates are passed / judged; n is the number of judged answers after training.
+      ``seed``, ``device``, ``model``. Pass rates are passed / judged, None where nothing could be judged; n is the
+      number of judged answers after training.
     """
     old, new = pass_rates(before), pass_rates(after)
     domains = {
-        name: {"before": old[name].rate, "after": new[name].rate, "n": new[name].num_scored}
+        name: {
+            "before": _number(old[name].rate),
+            "after": _number(new[name].rate),
+            "n": new[name].num_scored,
+        }
         for name in old
     }
     summary = {
@@ -59,8 +66,8 @@ def write_report(
         "model": model,
     }
     partial = workdir / "summary.partial"
-    partial.write_text(json.dumps(summary, indent=2) + "\n")
-    partial.replace(workdir / "summary.json")
+    partial.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n")
+    partial.replace(workdir / SUMMARY_FILE)
     say(_table(summary))
     rewards = [record for record in metrics if "reward/mean" in record]
     try:
@@ -68,7 +75,9 @@ def write_report(
             workdir / "curve.png",
             steps=[record["step"] for record in rewards],
             rewards=[record["reward/mean"] for record in rewards],
-            domains=domains,
+            domains={
+                name: row for name, row in domains.items() if None not in row.values() and row["n"]
+            },
             title=f"{model}, seed {seed}",
         )
     except MissingExtraError as error:
@@ -77,8 +86,20 @@ def write_report(
     return summary
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else math.nan
+def read_summary(workdir: Path) -> dict[str, Any] | None:
+    """What ``write_report`` wrote, or None."""
+    file = workdir / SUMMARY_FILE
+    return json.loads(file.read_text()) if file.exists() else None
+
+
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """Of all domains, or None: a mean over those that could be judged would be another figure."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known and len(known) == len(values) else None
 
 
 def _table(summary: Mapping[str, Any]) -> str:
@@ -97,5 +118,8 @@ def _table(summary: Mapping[str, Any]) -> str:
     return console.file.getvalue().rstrip()
 
 
-def _cells(before: float, after: float) -> tuple[str, str, str]:
+def _cells(before: float | None, after: float | None) -> tuple[str, str, str]:
+    if before is None or after is None:
+        first, second = ("-" if rate is None else f"{rate:.1%}" for rate in (before, after))
+        return first, second, "-"
     return f"{before:.1%}", f"{after:.1%}", f"{100 * (after - before):+.1f} points"

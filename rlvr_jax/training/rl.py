@@ -39,7 +39,7 @@ from rlvr_jax.tasks.splits import held_out_tasks
 from rlvr_jax.text.chat import ChatTemplate
 from rlvr_jax.training.fused import check_divides, groups_with_signal, make_fused_step
 from rlvr_jax.training.policy import load_pretrained
-from rlvr_jax.training.report import write_report
+from rlvr_jax.training.report import read_summary, write_report
 from rlvr_jax.training.state import (
     OptimizerConfig,
     abstract_state,
@@ -293,12 +293,16 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
 
         after = hold_out(config.num_steps)
         checkpointer.wait()
+        seconds = seconds_before + time.perf_counter() - clock
+        done = read_summary(workdir)
+        if done is not None and done["steps"] == first_step == config.num_steps:
+            seconds = done["seconds"]  # nothing was left to do
         return write_report(
             workdir,
             before=before,
             after=after,
             metrics=read_metrics(workdir),
-            seconds=seconds_before + time.perf_counter() - clock,
+            seconds=seconds,
             steps=config.num_steps,
             seed=seed,
             model=config.model,

@@ -15,8 +15,8 @@ from rlvr_jax.errors import ConfigError
 CONFIG_FILE = "config.json"
 # Settings that may change when a run goes on: how long, how often, on what machine.
 FREE = ("num_steps", "checkpoint.", "mesh.", "verifiers.", "rollout.max_rows", "max_mismatch")
-OURS = ("checkpoints", "trajectories", "held_out", "tensorboard", "metrics.jsonl", CONFIG_FILE)
-OURS += ("summary.json", "curve.png")
+OURS = ("checkpoints", "trajectories", "held_out", "model", "tensorboard", "metrics.jsonl")
+OURS += (CONFIG_FILE, "summary.json", "curve.png")
 
 
 def open_workdir(workdir: str | Path, config: ConfigDict, *, fresh: bool) -> Path:
@@ -28,7 +28,8 @@ def open_workdir(workdir: str | Path, config: ConfigDict, *, fresh: bool) -> Pat
       fresh: removes what an earlier run left, and nothing else.
 
     Raises:
-      ConfigError: it cannot be written, or holds a run with other settings.
+      ConfigError: it cannot be written, or holds a run with other settings. A run that got nowhere (no step of
+        anything is there) may be started again with any.
     """
     path = Path(workdir).resolve()
     try:
@@ -49,7 +50,7 @@ def open_workdir(workdir: str | Path, config: ConfigDict, *, fresh: bool) -> Pat
                 target.unlink(missing_ok=True)
     wanted = json.loads(config.to_json_best_effort())
     file = path / CONFIG_FILE
-    if file.exists():
+    if file.exists() and any(path.glob("*/step_*")):
         _check_same_run(json.loads(file.read_text()), wanted, path)
     partial = file.with_suffix(".partial")
     partial.write_text(json.dumps(wanted, indent=2) + "\n")
