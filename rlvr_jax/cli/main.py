@@ -10,9 +10,12 @@ import difflib
 import importlib
 import os
 import pathlib
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
 from rlvr_jax.errors import (
     CheckpointError,
@@ -54,6 +57,16 @@ def usage() -> str:
     )
 
 
+def deliver_again(unraisable: Any) -> None:
+    """Hook for exceptions Python has to ignore: an interrupt among them is sent again, a moment later.
+
+    Tracing collects garbage all the time, and an interrupt that comes inside JAX's callback for that would be lost.
+    """
+    if unraisable.exc_type is not KeyboardInterrupt:
+        return sys.__unraisablehook__(unraisable)
+    threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command.
 
@@ -63,6 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
       Exit status: the command's own, 2 for misuse or an error with a message for the user, 130 when interrupted.
     """
+    if argv is None:
+        sys.unraisablehook = deliver_again
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(usage())
@@ -84,4 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         print("rlvr: interrupted", file=sys.stderr)
+        if argv is None:
+            # Everything was closed on the way here. A program the devices still run would crash the interpreter's exit.
+            sys.stdout.flush()
+            os._exit(130)
         return 130

@@ -114,6 +114,7 @@ def select_tasks(
     *,
     seed: int,
     levels: Sequence[int] | None = None,
+    max_levels: int | None = None,
 ) -> list[Task]:
     """Held-out tasks: disjoint from everything the curriculum draws, the same for the same arguments.
 
@@ -122,15 +123,19 @@ def select_tasks(
       num_tasks: of each domain, spread evenly over its levels.
       seed: another seed gives another choice.
       levels: only these; all by default.
+      max_levels: without ``levels``: no more than the first so many of a domain, as of ``Curriculum``.
 
     Raises:
       ValueError: no such domain or level, or fewer distinct tasks than asked for.
     """
-    names = expand_domains(domains)
-    for name in names:
-        for level in levels or ():
-            DOMAINS.get(name).check_level(level)
-    return [task for name in names for task in held_out_tasks(name, num_tasks, seed, levels)]
+    tasks: list[Task] = []
+    for name in expand_domains(domains):
+        domain = DOMAINS.get(name)
+        chosen = levels or range(min(domain.num_levels, max_levels or domain.num_levels))
+        for level in chosen:
+            domain.check_level(level)
+        tasks += held_out_tasks(name, num_tasks, seed, chosen)
+    return tasks
 
 
 def evaluate(
@@ -155,7 +160,7 @@ def evaluate(
     """
     if not tasks:
         raise ValueError("there are no tasks to evaluate on; expected at least one")
-    _check_ks(ks, num_samples)
+    check_ks(ks, num_samples)
     return measure(rollout(tasks, group_size=num_samples, step=step), ks=ks)
 
 
@@ -189,9 +194,9 @@ def pass_rate(groups: Sequence[Group], k: int) -> Rate:
     """pass@k over tasks, with a Wilson interval for clustered samples.
 
     With T tasks, m the mean and s² the sample variance of their estimates, the mean has variance s² / T. A rate of m
-    from n independent draws would have m (1 - m) / n, so the answers are worth n = m (1 - m) T / s² independent ones,
-    between T (all answers to a task alike) and T times the answers a task; where s is 0 it is taken to be T. That n goes
-    into Wilson's formula (the effective sample size of Korn & Graubard 1998).
+    from n independent draws would have m (1 - m) / n, so the answers are worth n = m (1 - m) T / s² independent ones:
+    between T (all answers to a task alike) and all answers (a task tells nothing); where s is 0 it is taken to be T.
+    That n goes into Wilson's formula (the effective sample size of Korn & Graubard 1998).
 
     Args:
       groups: of one domain.
@@ -214,11 +219,12 @@ def pass_rate(groups: Sequence[Group], k: int) -> Rate:
     return Rate(value=mean, low=low, high=high, num_tasks=count)
 
 
-def _check_ks(ks: Sequence[int], num_samples: int) -> None:
+def check_ks(ks: Sequence[int], num_samples: int) -> None:
+    """Raises ValueError unless every k is from 1 to the number of samples."""
     if not ks or min(ks) < 1 or max(ks) > num_samples:
         raise ValueError(
-            f"k is {', '.join(map(str, ks)) or 'empty'} with num_samples={num_samples}; expected 1 <= k <= num_samples: "
-            "draw more samples a task or take a smaller k"
+            f"k is {', '.join(map(str, ks)) or 'empty'} with num_samples={num_samples}; expected 1 <= k <= "
+            "num_samples: draw more samples a task or take a smaller k"
         )
 
 

@@ -107,7 +107,7 @@ class DomainVerifier:
                 [[next(verdicts) for _ in texts] for texts in responses.texts],
             )
         )
-        batch.report(rewards.scores)
+        batch.report(list(rewards.scores))
         return rewards
 
     def close(self) -> None:

@@ -156,7 +156,7 @@ class Policy:
       engine: the ``Sampler`` over ``params``.
       dtype: of activations, for sampling and training: ``float32`` or ``bfloat16``.
       seed: of the samples.
-      version: how many updates it has seen since it was loaded.
+      version: how many updates it has seen, those of the run it was loaded from included.
       frozen: whether updates are refused.
     """
 
@@ -310,4 +310,5 @@ def load_policy(
         dtype=dtype,
         max_rows=max_rows,
         seed=seed,
+        version=pretrained.step or 0,
     )
