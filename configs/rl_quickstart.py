@@ -17,13 +17,13 @@ def get_config(arg: str = "") -> ConfigDict:
     config = ConfigDict()
     config.model = "smollm2-135m-instruct"
     config.seed = 0
-    config.num_steps = 40
+    config.num_steps = 30
     config.schedule = "staged"
     config.dtype = "float32"
 
     config.tasks = ConfigDict(
         dict(
-            domains=("arithmetic/add", "text/last_word"),
+            domains=("text/first_word", "text/last_word", "arithmetic/compare"),
             difficulty="adaptive",
             max_levels=3,  # of each domain, in training and held out; 0 for all
             tasks_per_step=8,
@@ -40,7 +40,7 @@ def get_config(arg: str = "") -> ConfigDict:
             top_p=1.0,
             min_p=0.0,
             stop=(),
-            max_rows=256,
+            max_rows=64,
         )
     )
     config.algorithm = ConfigDict(
@@ -64,7 +64,7 @@ def get_config(arg: str = "") -> ConfigDict:
     )
     config.optimizer = ConfigDict(
         dict(
-            learning_rate=1e-5,
+            learning_rate=2e-5,
             schedule="constant",
             warmup_steps=2,
             b1=0.9,
@@ -74,7 +74,7 @@ def get_config(arg: str = "") -> ConfigDict:
         )
     )
     config.train = ConfigDict(
-        dict(row_length=0, micro_rows=0, remat="full", num_epochs=1, num_minibatches=1)
+        dict(row_length=240, micro_rows=0, remat="full", num_epochs=1, num_minibatches=1)
     )
     config.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1))
     config.verifiers = ConfigDict(dict(num_workers=2, timeout_s=5.0))

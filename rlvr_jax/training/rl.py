@@ -445,11 +445,14 @@ def pack(groups: Sequence[Group], config: ConfigDict, num_shards: int) -> TrainB
     advantages = group_advantages(
         scores, np.isfinite(scores), estimator=config.algorithm.adv_estimator
     )[: len(groups)]
+    # 0: a row for the largest group, in steps of 128 so that few lengths are compiled.
+    largest = max(group.trajectories[0].turn_starts[0] + num_tokens([group]) for group in groups)
     longest = max(len(t.tokens) for group in groups for t in group.trajectories)
+    length = max(config.train.row_length or -(-largest // 128) * 128, longest)
     return pack_groups(
         groups,
         list(np.asarray(advantages)),
-        length=key_bucket(max(config.train.row_length, longest)),
+        length=key_bucket(length),
         row_multiple=config.train.micro_rows or num_shards,
         mask_truncated=config.algorithm.mask_truncated,
     )

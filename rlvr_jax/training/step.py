@@ -375,9 +375,12 @@ def make_learner(
 
 
 def num_targets_of(batch: TrainBatch) -> int:
-    """Static bound of the trained tokens of a row, from a NumPy batch: a multiple of a quarter of the row length."""
+    """Static bound of the trained tokens of a row, from a NumPy batch: half the row length, or all of it.
+
+    Two sizes, since each is a program to compile.
+    """
     length = batch.tokens.shape[1]
-    unit = -(-length // 4)
+    unit = -(-length // 2)
     most = int(np.max(np.sum(np.asarray(batch.loss_mask) > 0, axis=1), initial=1))
     return min(length, -(-most // unit) * unit)
 
