@@ -38,8 +38,9 @@ class Registry(Generic[T]):
         """Returns the entry; raises ValueError with the nearest and all known names if there is none."""
         if name not in self._entries:
             near = difflib.get_close_matches(name, self._entries, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"unknown {self.kind} {name!r}{hint} Known: {', '.join(sorted(self._entries))}")
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            known = ", ".join(sorted(self._entries))
+            raise ValueError(f"unknown {self.kind} {name!r}; {hint}known: {known}")
         return self._entries[name]
 
     def __contains__(self, name: str) -> bool:

@@ -1,6 +1,7 @@
 """The nouns of the stack: what flows from a task to an update.
 
-Host side (ragged, NumPy): ``Message``, ``Task``, ``SamplingParams``, ``Completion``, ``Reward``, ``Trajectory``, ``Group``.
+Host side (ragged, NumPy): ``Message``, ``Task``, ``SamplingParams``, ``Completion``, ``Reward``, ``Trajectory``,
+``Group``.
 Device side (fixed shapes, JAX): ``TrainBatch``, ``TrainState``. ``data.packing.pack_groups`` is the only crossing.
 Protocols name what the parts expect of one another; nothing here has behaviour worth testing on its own.
 
@@ -76,7 +77,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         checks = {
-            "temperature": (self.temperature >= 0 and math.isfinite(self.temperature), "a finite number >= 0"),
+            "temperature": (
+                self.temperature >= 0 and math.isfinite(self.temperature),
+                "a finite number >= 0",
+            ),
             "top_k": (self.top_k >= 0, "an integer >= 0 (0 is off)"),
             "top_p": (0 < self.top_p <= 1, "in (0, 1] (1 is off)"),
             "min_p": (0 <= self.min_p < 1, "in [0, 1) (0 is off)"),
@@ -84,7 +88,9 @@ class SamplingParams:
         }
         for name, (valid, expected) in checks.items():
             if not valid:
-                raise ValueError(f"SamplingParams.{name} is {getattr(self, name)!r}; expected {expected}")
+                raise ValueError(
+                    f"SamplingParams.{name} is {getattr(self, name)!r}; expected {expected}"
+                )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,7 +152,11 @@ class Trajectory:
     @property
     def scored(self) -> bool:
         """Whether every verifier gave a verdict; an unscored trajectory is counted, and not trained on."""
-        return self.error is None and bool(self.rewards) and all(r.status == "ok" for r in self.rewards)
+        return (
+            self.error is None
+            and bool(self.rewards)
+            and all(r.status == "ok" for r in self.rewards)
+        )
 
     @property
     def score(self) -> float:

@@ -22,7 +22,7 @@ PINNED = {
     ("arithmetic/add", 3, "held_out", 1): ("2017703fef843303", "What is 73 + 72?"),
     ("arithmetic/mixed", 4, "train", 2): ("5dd7f69018767720", "What is 11 * 1 - 2 * 18?"),
     ("text/sort_words", 2, "train", 0): (
-        "73ef7f91ba477d99",
+        "6ea3b2660dc4979a",
         "Sort alphabetically: ear moon eye black",
     ),
 }
