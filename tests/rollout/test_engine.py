@@ -8,6 +8,7 @@ from rlvr_jax.distributed.mesh import make_mesh
 from rlvr_jax.distributed.sharding import param_shardings
 from rlvr_jax.models.decoder import PARAM_AXES
 from rlvr_jax.rollout.engine import Engine
+from rlvr_jax.rollout.generate import Rollout
 from rlvr_jax.types import SamplingParams
 
 from .conftest import letters
@@ -63,24 +64,32 @@ def test_samples_do_not_depend_on_order_or_company(engine, requests, samples):
     assert_same(sample(engine, dict(reversed(requests.items()))), samples)
     for request_id, prompt in list(requests.items())[:2]:
         assert_same(sample(engine, {request_id: prompt}), samples)
-    fewer = sample(engine, requests, num_samples=2)
-    for request_id, group in fewer.items():
-        assert_same({request_id: group}, {request_id: samples[request_id][:2]})
 
 
-def test_samples_do_not_depend_on_padding_to_a_longer_prompt(engine, requests, samples):
-    longer = requests | {9: [1] * 60}
-    ours = sample(engine, longer)
-    del ours[9]
+def test_samples_do_not_depend_on_a_longer_prompt_and_it_may_fill_the_context(
+    config, engine, requests, samples
+):
+    longest = [1] * (config.max_length - SAMPLING.max_tokens)
+    ours = sample(engine, requests | {9: longest})
+    for one in ours.pop(9):
+        assert len(one.tokens) == SAMPLING.max_tokens
+        assert one.stop_reason == "length"
     assert_same(ours, samples)
 
 
-def test_samples_do_not_depend_on_max_rows(config, params, engine, requests, samples):
+def test_samples_do_not_depend_on_max_rows_or_the_number_of_samples(
+    config, params, engine, requests, samples
+):
     small = Engine(config, params, mesh=engine.mesh, max_rows=8)
-    assert_same(sample(small, requests), samples)
+    for request_id, group in sample(small, requests, num_samples=2).items():
+        assert_same({request_id: group}, {request_id: samples[request_id][:2]})
 
 
-@pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2), (1, 4, 2)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [(8, 1, 1), (2, 2, 2), pytest.param((1, 4, 2), marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_samples_do_not_depend_on_the_mesh(config, params, requests, samples, sizes):
     mesh = make_mesh(*sizes)
     placed = jax.device_put(params, param_shardings(mesh, params, PARAM_AXES))
@@ -90,15 +99,14 @@ def test_samples_do_not_depend_on_the_mesh(config, params, requests, samples, si
 def test_a_batch_has_at_most_max_rows_and_every_cpu_at_least_forty(config, params, monkeypatch):
     shapes = []
 
+    def fake(params, tokens, *rest, num_samples, max_tokens, **static):
+        shapes.append((tokens.shape[0], num_samples))
+        samples = np.zeros((tokens.shape[0], num_samples, max_tokens), np.int32)
+        return Rollout(samples, samples, samples[..., 0] + 1, samples[..., 0])
+
     def run(prompts, num_samples, **options):
         engine = Engine(config, params, **options)
-        generate = engine._generate
-
-        def spy(params, tokens, *rest, **static):
-            shapes.append((tokens.shape[0], static["num_samples"]))
-            return generate(params, tokens, *rest, **static)
-
-        monkeypatch.setattr(engine, "_generate", spy)
+        monkeypatch.setattr(engine, "_generate", fake)
         sampling = SamplingParams(max_tokens=1)
         found = engine.sample(
             prompts, params=sampling, num_samples=num_samples, request_ids=range(len(prompts))
@@ -122,6 +130,7 @@ def test_stop_ids_end_a_sample_and_are_kept(engine, requests, samples):
         temperature=1.0, max_tokens=12, seed=3, stop_token_ids=(stop, at_the_end)
     )
     reasons = []
+    cut_at_the_end = 0
     for one, free in zip(flat(sample(engine, requests, sampling)), flat(samples), strict=True):
         hits = np.flatnonzero(np.isin(free.tokens, [stop, at_the_end]))
         expected = free.tokens[: hits[0] + 1] if hits.size else free.tokens
@@ -130,15 +139,9 @@ def test_stop_ids_end_a_sample_and_are_kept(engine, requests, samples):
         assert one.logprobs.dtype == np.float32
         assert one.stop_reason == ("stop" if hits.size else "length")
         reasons.append(one.stop_reason)
+        cut_at_the_end += hits.size > 0 and hits[0] == 11
     assert set(reasons) == {"stop", "length"}
-    # The one whose very last token is a stop id stopped; it was not cut.
-    assert samples[107][1].stop_reason == "length"
-    last = sample(
-        engine,
-        {107: requests[107]},
-        SamplingParams(temperature=1.0, max_tokens=12, seed=3, stop_token_ids=(at_the_end,)),
-    )[107][1]
-    assert last.stop_reason == "stop"
+    assert cut_at_the_end  # with its very last token: it stopped, it was not cut
 
 
 def test_a_stop_id_that_is_also_the_padding_id_is_kept_and_trained(config, params, requests):
@@ -174,19 +177,6 @@ def test_stop_strings_end_a_sample_even_across_tokens(engine, requests, samples)
         assert one.stop_reason == ("length" if at < 0 else "stop")
         stopped += at >= 0
     assert stopped >= 1
-
-
-def test_the_context_can_be_filled_to_the_last_token(engine, config):
-    for prompt_length, max_tokens in ((116, 12), (127, 1)):
-        [[one]] = engine.sample(
-            [[1] * prompt_length],
-            params=SamplingParams(max_tokens=max_tokens),
-            num_samples=1,
-            request_ids=[0],
-        )
-        assert prompt_length + max_tokens == config.max_length
-        assert len(one.tokens) == max_tokens
-        assert one.stop_reason == "length"
 
 
 def test_no_prompts_give_no_samples(engine):

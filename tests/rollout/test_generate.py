@@ -108,14 +108,8 @@ def sizes_in(jaxpr):
     """Number of elements of every value a jaxpr computes, inner ones included."""
     for equation in jaxpr.eqns:
         yield from (np.prod(value.aval.shape, dtype=int) for value in equation.outvars)
-    for inner in jax.core.subjaxprs(jaxpr) if hasattr(jax.core, "subjaxprs") else _inner(jaxpr):
-        yield from sizes_in(inner)
-
-
-def _inner(jaxpr):
-    for equation in jaxpr.eqns:
         for parameter in equation.params.values():
             for item in parameter if isinstance(parameter, (tuple, list)) else (parameter,):
                 inner = getattr(item, "jaxpr", item)
                 if hasattr(inner, "eqns"):
-                    yield inner
+                    yield from sizes_in(inner)
