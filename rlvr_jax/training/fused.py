@@ -131,16 +131,18 @@ class HostJudge:
     does, an answer comes back within the deadline: an exception or a hang ends as a ``failed`` or ``timeout`` reward.
 
     Args:
+      mesh: of the program.
       deadline_s: for all verdicts of one call.
-      num_calls: calls that come at once and return together. XLA:CPU ends the process when one of its devices waits in
-        a collective for the others for 60 s, and there they would wait for the shard whose verdicts take longest.
     """
 
     def __init__(
-        self, judge: Judge, tokenizer: Tokenizer, *, deadline_s: float, num_calls: int
+        self, judge: Judge, tokenizer: Tokenizer, mesh: jax.sharding.Mesh, *, deadline_s: float
     ) -> None:
         self._judge, self._tokenizer, self._deadline_s = judge, tokenizer, deadline_s
-        self._num_calls = num_calls
+        # XLA:CPU ends the process when one of its devices waits in a collective for the others for 60 s, as they would
+        # for the shard whose verdicts take longest. There, all calls return together.
+        on_cpu = mesh.devices.flat[0].platform == "cpu"
+        self._num_calls = len(mesh.local_devices) if on_cpu else 1
         self._tasks: Sequence[Task] = ()
         self.rewards: dict[int, list[tuple[Reward, ...]]] = {}
         self.texts: dict[int, list[str]] = {}
@@ -220,6 +222,42 @@ class HostJudge:
         return [(answer,)] * len(pairs) if isinstance(answer, Reward) else answer
 
 
+def judge_on_host(
+    host: HostJudge,
+    mesh: jax.sharding.Mesh,
+    rows: jax.Array,
+    tokens: jax.Array,
+    lengths: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Calls the host from inside a program, once for each shard of the rows.
+
+    Args:
+      rows: int32[P], which task each row belongs to.
+      tokens: int32[P, G, R].
+      lengths: int32[P, G].
+
+    Returns:
+      (scores float32[P, G], 0 where there is no verdict; scored bool[P, G]).
+    """
+
+    def call(rows: jax.Array, tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+        flat = tokens.reshape(-1)
+        pieces = [flat[start : start + PIECE] for start in range(0, flat.size, PIECE)]
+        answer = jax.ShapeDtypeStruct(lengths.shape, jnp.float32)
+        copy = jax.lax.axis_index("tensor")  # each shard of this axis holds the same rows
+        scores, scored = io_callback(host, (answer, answer), copy, rows, lengths, *pieces)
+        return jax.lax.psum(scores, "tensor"), jax.lax.psum(scored, "tensor") > 0
+
+    by_row = spec("rows")
+    return jax.shard_map(
+        call,
+        mesh=mesh,
+        in_specs=(by_row, by_row, by_row),
+        out_specs=(by_row, by_row),
+        check_vma=False,
+    )(rows, tokens, lengths)
+
+
 def make_fused_step(
     learner: Learner,
     *,
@@ -243,10 +281,7 @@ def make_fused_step(
       ValueError: (when called) a number of tasks that does not divide over the mesh, or a prompt past the context.
     """
     mesh, config, model = learner.mesh, learner.config, learner.model
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
-    num_calls = len(mesh.local_devices) if on_cpu else 1
-    host = HostJudge(judge, tokenizer, deadline_s=deadline_s, num_calls=num_calls)
-    rows_spec = spec("rows")
+    host = HostJudge(judge, tokenizer, mesh, deadline_s=deadline_s)
 
     def program(
         state: TrainState,
@@ -273,23 +308,7 @@ def make_fused_step(
             dtype=jnp.dtype(config.dtype),
         )
 
-        def call_host(
-            rows: jax.Array, tokens: jax.Array, lengths: jax.Array
-        ) -> tuple[jax.Array, jax.Array]:
-            flat = tokens.reshape(-1)
-            pieces = [flat[start : start + PIECE] for start in range(0, flat.size, PIECE)]
-            answer = jax.ShapeDtypeStruct(lengths.shape, jnp.float32)
-            copy = jax.lax.axis_index("tensor")  # each shard of this axis holds the same rows
-            scores, scored = io_callback(host, (answer, answer), copy, rows, lengths, *pieces)
-            return jax.lax.psum(scores, "tensor"), jax.lax.psum(scored, "tensor") > 0
-
-        scores, scored = jax.shard_map(
-            call_host,
-            mesh=mesh,
-            in_specs=(rows_spec, rows_spec, rows_spec),
-            out_specs=(rows_spec, rows_spec),
-            check_vma=False,
-        )(rows, rollout.tokens, rollout.lengths)
+        scores, scored = judge_on_host(host, mesh, rows, rollout.tokens, rollout.lengths)
         # Whom the staged schedule packs: judged samples of groups with signal, on the score before any shaping.
         judged = (
             scored & groups_with_signal(scores, scored, adv_estimator=config.adv_estimator)[:, None]
