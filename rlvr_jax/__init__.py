@@ -31,15 +31,10 @@ if TYPE_CHECKING:  # what the names are; _HOMES says where they are found when t
         held_out_tasks,
         task_sampler,
     )
-    from rlvr_jax.training.canonical import (
-        DomainVerifier,
-        Loss,
-        Optimizer,
-        Rewards,
-        ppo_objective,
-    )
+    from rlvr_jax.training.canonical import Loss, Optimizer, ppo_objective
     from rlvr_jax.training.policy import Policy, Responses, load_policy
     from rlvr_jax.training.rl import train
+    from rlvr_jax.training.scoring import DomainVerifier, Rewards
     from rlvr_jax.trajectories.store import ParquetStore
     from rlvr_jax.types import (
         Completion,
@@ -66,9 +61,10 @@ _HOMES = {
         "held_out_tasks",
         "task_sampler",
     ),
-    "training.canonical": ("DomainVerifier", "Loss", "Optimizer", "Rewards", "ppo_objective"),
+    "training.canonical": ("Loss", "Optimizer", "ppo_objective"),
     "training.policy": ("Policy", "Responses", "load_policy"),
     "training.rl": ("train",),
+    "training.scoring": ("DomainVerifier", "Rewards"),
     "trajectories.store": ("ParquetStore",),
     "types": (
         "Completion",

@@ -1,4 +1,4 @@
-"""The parts of ``train``, for a loop of one's own: verify, objective, optimizer.
+"""The parts of ``train``, for a loop of one's own: objective and optimizer (``scoring.py`` has the verifier).
 
     optimizer = Optimizer(policy, learning_rate=1e-5)
     verifier = DomainVerifier()
@@ -29,14 +29,12 @@ from rlvr_jax.algorithms.advantages import group_advantages
 from rlvr_jax.algorithms.objective import ObjectiveConfig
 from rlvr_jax.data.packing import pack_groups
 from rlvr_jax.distributed.sharding import replicated
-from rlvr_jax.envs.single_turn import DomainJudge, make_trajectory
 from rlvr_jax.models.attention import key_bucket
 from rlvr_jax.models.config import ModelConfig
 from rlvr_jax.models.decoder import STRICT, Params
 from rlvr_jax.models.policy_head import LogitTransform
-from rlvr_jax.rewards.pool import VerifierPool
-from rlvr_jax.tasks.curriculum import TaskBatch
 from rlvr_jax.training.policy import Policy, Responses
+from rlvr_jax.training.scoring import Rewards, scored_groups
 from rlvr_jax.training.state import OptimizerConfig, init_state, make_optimizer, state_shardings
 from rlvr_jax.training.step import (
     Learner,
@@ -46,133 +44,7 @@ from rlvr_jax.training.step import (
     make_learner,
     update,
 )
-from rlvr_jax.types import Group, Message, Reward, Task, TrainBatch, TrainState
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rewards:
-    """Scored responses: P groups of G trajectories, whose ``rewards`` are the verdicts."""
-
-    groups: tuple[Group, ...]
-
-    @property
-    def scores(self) -> np.ndarray:
-        """float64[P, G]: weighted sums of the verdicts, NaN where one is missing."""
-        return np.stack([group.scores for group in self.groups])
-
-    @property
-    def mean(self) -> float:
-        """Mean over the responses that could be judged; NaN when none could."""
-        scores = self.scores[np.isfinite(self.scores)]
-        return float(scores.mean()) if scores.size else float("nan")
-
-
-class DomainVerifier:
-    """Has responses judged by the verifiers of their tasks' domains, in worker processes with a deadline.
-
-    Close it, or use it as a context manager; at exit it closes itself.
-
-    Args:
-      num_workers: processes; by default one a core, at most 16.
-      timeout_s: deadline of one verdict, in seconds.
-    """
-
-    def __init__(self, num_workers: int | None = None, timeout_s: float = 5.0) -> None:
-        self._pool = VerifierPool(num_workers, timeout_s)
-        self._judge = DomainJudge(self._pool)
-
-    def score(self, batch: TaskBatch, responses: Responses) -> Rewards:
-        """Judges the responses to a batch and tells its curriculum how it went, which ``adaptive`` adapts to.
-
-        A verifier that raises or takes too long leaves a response without a score (NaN): it is not trained on.
-
-        Raises:
-          ValueError: the responses are to other prompts than the batch's.
-        """
-        if responses.prompts != batch.prompts:
-            raise ValueError(
-                f"the {len(responses)} prompts that were answered are not the {len(batch.tasks)} of the batch; "
-                "expected policy.generate(batch.prompts, ...)"
-            )
-        pairs = [
-            (task, text)
-            for task, texts in zip(batch.tasks, responses.texts, strict=True)
-            for text in texts
-        ]
-        verdicts = iter(self._judge(pairs))
-        rewards = Rewards(
-            groups=_groups(
-                batch.tasks,
-                responses,
-                [[next(verdicts) for _ in texts] for texts in responses.texts],
-            )
-        )
-        batch.report(list(rewards.scores))
-        return rewards
-
-    def close(self) -> None:
-        """Ends the worker processes."""
-        self._pool.close()
-
-    def __enter__(self) -> DomainVerifier:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _groups(
-    tasks: Sequence[Task], responses: Responses, verdicts: Sequence[Sequence[tuple[Reward, ...]]]
-) -> tuple[Group, ...]:
-    return tuple(
-        Group(
-            task=task,
-            step=responses.policy_version,
-            trajectories=tuple(
-                make_trajectory(
-                    responses.prompt_ids[row],
-                    completion,
-                    rewards=verdicts[row][index],
-                    index=index,
-                    text=responses.texts[row][index],
-                )
-                for index, completion in enumerate(responses.completions[row])
-            ),
-        )
-        for row, task in enumerate(tasks)
-    )
-
-
-def _scored_groups(responses: Responses, rewards: Rewards | ArrayLike) -> tuple[Group, ...]:
-    """The groups of a verifier's rewards, or groups made of plain scores."""
-    expected = (len(responses), responses.group_size)
-    scores = rewards.scores if isinstance(rewards, Rewards) else np.asarray(rewards, np.float64)
-    if scores.shape != expected:
-        raise ValueError(
-            f"rewards have shape {list(scores.shape)}; expected {list(expected)}, one for each response: "
-            "score the responses that are given"
-        )
-    if isinstance(rewards, Rewards):
-        return rewards.groups
-    tasks = [
-        Task(
-            id=str(row),
-            domain="prompts",
-            prompt=tuple(turn for turn in prompt if isinstance(turn, Message)),
-            answer=None,
-        )
-        for row, prompt in enumerate(responses.prompts)
-    ]
-    verdicts = [
-        [
-            (Reward(name="score", value=float(score)),)
-            if np.isfinite(score)
-            else (Reward(name="score", value=0.0, status="failed", detail="not scored"),)
-            for score in row
-        ]
-        for row in scores
-    ]
-    return _groups(tasks, responses, verdicts)
+from rlvr_jax.types import Group, TrainBatch, TrainState
 
 
 class Loss:
@@ -186,12 +58,20 @@ class Loss:
       policy: whose loss it is.
       policy_version: at which version of it.
       config: what is optimised, and how.
+      groups: the responses with their verdicts.
       minibatch: the packed batch on the mesh; None once it was stepped.
     """
 
-    def __init__(self, policy: Policy, config: StepConfig, minibatch: Minibatch) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        config: StepConfig,
+        *,
+        groups: tuple[Group, ...],
+        minibatch: Minibatch,
+    ) -> None:
         self.policy, self.policy_version = policy, policy.version
-        self.config = config
+        self.config, self.groups = config, groups
         self.minibatch: Minibatch | None = minibatch
         self._metrics: Metrics | None = None
 
@@ -254,6 +134,7 @@ def ppo_objective(
     use_kl_in_reward: bool = False,
     adv_estimator: str = "grpo",
     mask_truncated: bool = False,
+    row_length: int = 0,
     micro_rows: int = 0,
     remat: str = "full",
     **objective: Any,
@@ -270,6 +151,8 @@ def ppo_objective(
       use_kl_in_reward: take the KL off the scores instead of adding it to the loss.
       adv_estimator: ``grpo``, ``dr_grpo``, ``rloo``, ``reinforce_plus_plus``, ``reinforce_plus_plus_baseline``.
       mask_truncated: do not train on responses that ran out of tokens.
+      row_length: tokens of a packed row; 0 for room for the largest group, its prompt stored once. The gradient is the
+        same, memory grows with the square.
       micro_rows: packed rows whose gradient is computed at once, 0 for all; the gradient is the same.
       remat: what the backward pass keeps: ``full`` (nothing), ``dots`` or ``none`` (everything).
       **objective: other fields of ``ObjectiveConfig``: clip_ratio_low, clip_ratio_high, clip_ratio_c, loss_agg_mode,
@@ -307,19 +190,30 @@ def ppo_objective(
         kl_in_reward=use_kl_in_reward,
     )
     learner, _ = _programs(policy.config, policy.mesh, config)
-    groups = _scored_groups(responses, rewards)
+    groups = scored_groups(responses, rewards)
     scores = np.stack([group.scores for group in groups])
     advantages = group_advantages(scores, np.isfinite(scores), estimator=adv_estimator)
     batch = pack_groups(
         groups,
         list(np.asarray(advantages)),
-        length=key_bucket(max(len(t.tokens) for group in groups for t in group.trajectories)),
+        length=_row_length(groups, row_length),
         row_multiple=micro_rows or learner.num_shards,
         mask_truncated=mask_truncated,
     )
     reference = None if ref_model is None else learner.place(ref_model.params)
     minibatch = learner.prepare(batch, reference, scores=scores, kl_coef=kl_coef)
-    return Loss(policy, config, minibatch)
+    return Loss(policy, config, groups=groups, minibatch=minibatch)
+
+
+def _row_length(groups: Sequence[Group], row_length: int) -> int:
+    """Tokens of a row: ``row_length``, or the largest group's in steps of 128 (few lengths to compile)."""
+    longest = max(len(t.tokens) for group in groups for t in group.trajectories)
+    largest = max(
+        group.trajectories[0].turn_starts[0]
+        + sum(t.response_mask.sum() for t in group.trajectories)
+        for group in groups
+    )
+    return key_bucket(max(row_length or -(-int(largest) // 128) * 128, longest))
 
 
 def _check_reference(policy: Policy, ref_model: Policy | None, kl_coef: float) -> None:
