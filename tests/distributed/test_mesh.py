@@ -1,0 +1,47 @@
+"""Meshes: sizes that fit the devices, and clear refusals of those that do not."""
+
+import jax
+import pytest
+
+from rlvr_jax.distributed.mesh import make_mesh, num_row_shards
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shape"),
+    [
+        ((), (8, 1, 1)),
+        ((2, 2, 2), (2, 2, 2)),
+        ((2, -1, 2), (2, 2, 2)),
+        ((1, 1, -1), (1, 1, 8)),
+        ((-1, 8, 1), (1, 8, 1)),
+    ],
+)
+def test_minus_one_takes_what_is_left(sizes, shape):
+    mesh = make_mesh(*sizes)
+    assert tuple(mesh.shape.values()) == shape
+    assert mesh.axis_names == ("data", "fsdp", "tensor")
+    assert num_row_shards(mesh) == shape[0] * shape[1]
+    assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
+    assert sorted(device.id for device in mesh.devices.flat) == list(range(8))
+
+
+def test_a_part_of_the_devices_can_be_taken():
+    mesh = make_mesh(devices=jax.devices()[2:4])
+    assert [device.id for device in mesh.devices.flat] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((3, 1, 1), "needs 3 devices; there are 8: change config.mesh"),
+        ((-1, 3, 1), "needs a multiple of 3 devices; there are 8"),
+        ((2, 2, 1), "needs 4 devices; there are 8"),
+        ((16, 1, 1), "needs 16 devices; there are 8"),
+        ((-1, -1, 1), "at most one of them -1"),
+        ((0, 1, 1), "must be >= 1"),
+        ((-2, 1, 1), "must be >= 1"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_with_the_numbers(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        make_mesh(*sizes)
