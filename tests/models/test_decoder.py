@@ -20,7 +20,8 @@ from rlvr_jax.models.decoder import (
     init_params,
 )
 from rlvr_jax.models.policy_head import LogitTransform, batch_logprobs
-from rlvr_jax.types import Group, Reward, Task, TrainBatch, Trajectory
+from rlvr_jax.types import TrainBatch
+from tests.groups import random_groups
 
 
 @pytest.fixture(scope="module")
@@ -38,34 +39,8 @@ def hidden_of(params, tokens, positions, segment_ids, prefix_ids, *, config, dty
     return hidden.reshape(*tokens.shape, -1)
 
 
-def groups_of(vocab_size, shapes=((5, (4, 7, 1)), (9, (3, 3)), (2, (6,)))):
-    """Groups of trajectories: prompt length, response lengths."""
-    rng = np.random.default_rng(0)
-    groups = []
-    for index, (prompt_length, lengths) in enumerate(shapes):
-        prompt = rng.integers(0, vocab_size, prompt_length)
-        trajectories = []
-        for length in lengths:
-            tokens = np.concatenate([prompt, rng.integers(0, vocab_size, length)])
-            mask = np.arange(len(tokens)) >= prompt_length
-            trajectories.append(
-                Trajectory(
-                    tokens=tokens.astype(np.int32),
-                    response_mask=mask,
-                    logprobs=np.zeros(len(tokens), np.float32),
-                    turn_starts=(prompt_length,),
-                    rewards=(Reward(name="x", value=1.0),),
-                    stop_reason="stop",
-                    policy_version=(0, 0),
-                )
-            )
-        task = Task(id=str(index), domain="test", prompt=(), answer="")
-        groups.append(Group(task=task, trajectories=tuple(trajectories), step=0))
-    return groups
-
-
 def packed(vocab_size, *, length=32, **options) -> TrainBatch:
-    groups = groups_of(vocab_size)
+    groups = random_groups(vocab_size)
     rng = np.random.default_rng(1)
     advantages = [rng.normal(size=len(group.trajectories)) for group in groups]
     return pack_groups(groups, advantages, length=length, **options)
