@@ -140,3 +140,39 @@ def test_the_installed_script_is_this_main():
     done = subprocess.run([script, "--help"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0
     assert done.stdout.startswith("usage: rlvr")
+
+
+INTERRUPTED = """
+import os, signal, sys, time, types
+from rlvr_jax.cli.main import main
+def body(argv):
+    {body}
+    time.sleep(30)
+module = types.ModuleType("rlvr_jax.cli.train")
+module.main = body
+sys.modules["rlvr_jax.cli.train"] = module
+sys.argv = ["rlvr", "train"]
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "os.kill(os.getpid(), signal.SIGINT)",
+        # Python ignores what is raised inside a destructor; the interrupt must not be lost with it.
+        "type('Late', (), {'__del__': lambda self: os.kill(os.getpid(), signal.SIGINT) or time.sleep(0.1)})()",
+        # The devices are at work when the interpreter ends.
+        "import jax, jax.numpy as jnp; x = jnp.ones((2000, 2000));"
+        " jax.jit(lambda x: jax.lax.fori_loop(0, 1000, lambda i, x: x @ x, x))(x);"
+        " os.kill(os.getpid(), signal.SIGINT)",
+    ],
+)
+def test_an_interrupt_ends_the_process_with_130_and_one_line(body):
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED.format(body=body)],
+        capture_output=True,
+        text=True,
+        timeout=25,
+    )
+    assert (done.returncode, done.stderr) == (130, "rlvr: interrupted\n")
