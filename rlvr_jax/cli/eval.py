@@ -112,7 +112,7 @@ def main(argv: Sequence[str]) -> int:
     """Evaluates, prints, and returns 0."""
     args = _parser().parse_args(argv)
     run = RunConfig(args.workdir)
-    domains = args.domains or run.get("tasks.domains", None)
+    domains = run.get("tasks.domains", None, flag=args.domains)
     if not domains:
         raise ConfigError("no domains; give --domains A,B ('rlvr tasks list' shows them)")
     # Imported once the command line is known to be right: a mistake in it shows at once.
@@ -129,12 +129,12 @@ def main(argv: Sequence[str]) -> int:
 
     import_modules(args.imports)
     params = sampling_of(args, run)
-    num_samples = args.num_samples or run.get("eval.num_samples", 8)
-    ks = args.k or sorted({1, num_samples})
+    num_samples = run.get("eval.num_samples", 8, flag=args.num_samples)
+    ks = sorted({1, num_samples}) if args.k is None else args.k
     check_ks(ks, num_samples)
     tasks = select_tasks(
         domains,
-        args.num_tasks or run.get("eval.tasks_per_domain", 32),
+        run.get("eval.tasks_per_domain", 32, flag=args.num_tasks),
         seed=params.seed,
         levels=args.levels,
         max_levels=run.get("tasks.max_levels", None),
@@ -146,8 +146,8 @@ def main(argv: Sequence[str]) -> int:
     console = rich.console.Console(stderr=True)
     with (
         VerifierPool(
-            args.num_workers or run.get("verifiers.num_workers", None),
-            args.timeout_s or run.get("verifiers.timeout_s", 5.0),
+            run.get("verifiers.num_workers", None, flag=args.num_workers),
+            run.get("verifiers.timeout_s", 5.0, flag=args.timeout_s),
         ) as pool,
         rich.progress.Progress(console=console, disable=not console.is_terminal) as progress,
     ):

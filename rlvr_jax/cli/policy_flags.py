@@ -90,8 +90,10 @@ class RunConfig:
                 f"({type(error).__name__}: {error}); expected what 'rlvr train --workdir' was given"
             ) from error
 
-    def get(self, key: str, default: Any) -> Any:
-        """The setting, or ``default`` if the run has no such key."""
+    def get(self, key: str, default: Any, *, flag: Any = None) -> Any:
+        """The flag's value if it was given, else the run's setting, else ``default``."""
+        if flag is not None:
+            return flag
         value: Any = self._settings
         for part in key.split("."):
             if not isinstance(value, dict) or part not in value:
@@ -105,11 +107,10 @@ def sampling_of(args: argparse.Namespace, run: RunConfig) -> SamplingParams:
     from rlvr_jax.types import SamplingParams
 
     values = {
-        name: run.get(key, default) if getattr(args, name) is None else getattr(args, name)
+        name: run.get(key, default, flag=getattr(args, name))
         for name, (_, key, default, _) in _SAMPLING.items()
     }
-    stop = run.get("rollout.stop", ()) if args.stop is None else args.stop
-    return SamplingParams(**values, stop=tuple(stop))
+    return SamplingParams(**values, stop=tuple(run.get("rollout.stop", (), flag=args.stop)))
 
 
 def policy_of(args: argparse.Namespace, run: RunConfig) -> Policy:
@@ -130,12 +131,11 @@ def policy_of(args: argparse.Namespace, run: RunConfig) -> Policy:
         raise ConfigError(
             f"--workdir {args.workdir} has no checkpoints; expected those of 'rlvr train' or 'rlvr sft'"
         )
-    sizes = args.mesh or run.get("mesh", {})
     return load_policy(
         args.model or args.workdir,
-        mesh=make_mesh(**sizes),
-        dtype=args.dtype or run.get("dtype", "float32"),
-        max_rows=args.max_rows or run.get("rollout.max_rows", 256),
+        mesh=make_mesh(**run.get("mesh", {}, flag=args.mesh)),
+        dtype=run.get("dtype", "float32", flag=args.dtype),
+        max_rows=run.get("rollout.max_rows", 256, flag=args.max_rows),
     )
 
 

@@ -131,7 +131,8 @@ def select_tasks(
     tasks: list[Task] = []
     for name in expand_domains(domains):
         domain = DOMAINS.get(name)
-        chosen = levels or range(min(domain.num_levels, max_levels or domain.num_levels))
+        capped = range(min(domain.num_levels, max_levels or domain.num_levels))
+        chosen = capped if levels is None else levels
         for level in chosen:
             domain.check_level(level)
         tasks += held_out_tasks(name, num_tasks, seed, chosen)

@@ -176,6 +176,8 @@ class Policy:
     ) -> None:
         if dtype not in ("float32", "bfloat16"):
             raise ValueError(f"dtype is {dtype!r}; expected float32 or bfloat16")
+        if max_rows < 1:
+            raise ValueError(f"max_rows is {max_rows}; expected at least 1 answer sampled together")
         self.config, self.mesh, self.dtype, self.seed = config, mesh, dtype, seed
         self.tokenizer, self.chat = tokenizer, chat
         self.version, self.frozen = version, frozen
