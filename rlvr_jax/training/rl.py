@@ -389,7 +389,7 @@ def check_settings(config: ConfigDict, num_shards: int) -> None:
                 )
         check_divides(config.tasks.tasks_per_step, num_shards)
     # A baseline of the group needs a group: raises as the first step would.
-    scores = np.zeros((1, config.rollout.group_size), np.float32)
+    scores = np.zeros((config.tasks.tasks_per_step, config.rollout.group_size), np.float32)
     group_advantages(scores, np.ones_like(scores), estimator=config.algorithm.adv_estimator)
 
 
