@@ -81,7 +81,20 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     )
     if not config.grad_clip:
         return adam
-    return optax.chain(optax.clip_by_global_norm(config.grad_clip), adam)
+    return optax.chain(clip_by_global_norm(config.grad_clip), adam)
+
+
+def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
+    """Scales gradients whose global norm is larger down to ``max_norm``.
+
+    One multiplication: that of optax selects between scaled and unscaled gradients and so holds a copy of them.
+    """
+
+    def clip(updates: Params, params: Params | None = None) -> Params:
+        scale = max_norm / jnp.maximum(optax.tree.norm(updates), max_norm)
+        return jax.tree.map(lambda gradient: gradient * scale, updates)
+
+    return optax.stateless(clip)
 
 
 def check_mesh(config: ModelConfig, mesh: jax.sharding.Mesh) -> None:

@@ -177,18 +177,17 @@ def gradient_step(
 
     grad_norm = optax.tree.norm(grads)
     usable = jnp.isfinite(grad_norm) & trains
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
 
-    def choose(new: Any, old: Any) -> Any:
-        return jax.tree.map(lambda a, b: jnp.where(usable, a, b), new, old)
+    def apply(params: Params, opt_state: Any, grads: Params) -> tuple[Params, Any]:
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
 
-    new_state = TrainState(
-        step=state.step + 1,
-        params=choose(params, state.params),
-        opt_state=choose(opt_state, state.opt_state),
-        key=state.key,
-    )
+    def skip(params: Params, opt_state: Any, grads: Params) -> tuple[Params, Any]:
+        return params, opt_state
+
+    # A branch, not a selection between new and old: that would hold copies of the moments.
+    params, opt_state = jax.lax.cond(usable, apply, skip, state.params, state.opt_state, grads)
+    new_state = TrainState(step=state.step + 1, params=params, opt_state=opt_state, key=state.key)
     metrics = metrics | {"grad_norm": grad_norm, "update_skipped": 1.0 - usable}
     return new_state, {name: jnp.asarray(value, jnp.float32) for name, value in metrics.items()}
 
