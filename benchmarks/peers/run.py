@@ -1,0 +1,100 @@
+"""Runs the peers on the work of a report of ours, one after another, and compares.
+
+``TRL_PYTHON`` and ``TUNIX_PYTHON`` name the interpreters of their environments; each script says what it needs. All
+read the same random weights, written once as a Hugging Face directory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks.work import MODELS, number_tokenizer
+from rlvr_jax.errors import ConfigError
+from rlvr_jax.models.decoder import init_params
+from rlvr_jax.models.weights import save_weights
+
+PEERS = {"trl": "TRL_PYTHON", "tunix": "TUNIX_PYTHON"}
+# What was fastest for each peer, and fits into memory, on two cores.
+SETTINGS: dict[tuple[str, str], tuple[str, ...]] = {
+    ("trl", "tiny"): ("--dtype", "float32"),
+    ("trl", "smollm2"): ("--dtype", "bfloat16", "--micro", "16"),
+    ("tunix", "tiny"): ("--dtype", "float32"),
+    ("tunix", "smollm2"): ("--dtype", "float32", "--train-micro", "1"),
+}
+COMPARED = ("step_s", "rollout_s", "ref_s", "update_s", "peak_rss_gib")
+
+
+def check_peers(names: Sequence[str]) -> None:
+    """Raises ConfigError for a peer that is unknown, or whose interpreter is not there."""
+    for name in names:
+        if name not in PEERS:
+            raise ConfigError(f"unknown peer {name!r}; expected {', '.join(PEERS)}")
+        python = os.environ.get(PEERS[name], "")
+        if not os.access(python, os.X_OK):
+            raise ConfigError(
+                f"{PEERS[name]} is {python!r}; expected the Python of an environment for {name}: "
+                f"benchmarks/peers/{name}_grpo.py says what to install into one"
+            )
+
+
+def run_peers(names: Sequence[str], ours: Mapping[str, Any], *, timeout_s: float) -> list[dict]:
+    """Runs each peer on the work of our report; a peer that fails or takes too long says so in ``error``."""
+    reports = []
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder) / ours["model"]
+        write_weights(directory, ours["model"], ours["seed"])
+        for name in names:
+            script = Path(__file__).parent / f"{name}_grpo.py"
+            command = [os.environ[PEERS[name]], str(script), "--model-dir", str(directory)]
+            for key in ("prompts", "group", "prompt_len", "new_tokens", "steps", "warmup", "seed"):
+                command += [f"--{key.replace('_', '-')}", str(ours[key])]
+            command += SETTINGS[name, ours["model"]]
+            reports.append({"peer": name, **_run(command, timeout_s)})
+    return reports
+
+
+def _run(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
+    # XLA_FLAGS holds our own virtual devices; a peer runs as its users run it.
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    try:
+        done = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, timeout=timeout_s, check=True
+        )
+        return json.loads(done.stdout.decode().strip().splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        return {"error": f"not done within {timeout_s:g} s"}
+    except (subprocess.CalledProcessError, ValueError, IndexError) as error:
+        print(f"{command[1]}: {error}", file=sys.stderr)
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def write_weights(directory: Path, model: str, seed: int) -> None:
+    """The random weights of our own run, and the number tokenizer, for ``transformers``."""
+    config = MODELS[model]
+    params = jax.device_get(init_params(config, jax.random.key(seed)))
+    files = number_tokenizer(config.vocab_size).files()
+    save_weights(directory, config, params, tokenizer_files=files)
+
+
+def format_comparison(ours: Mapping[str, Any], reports: Sequence[Mapping[str, Any]]) -> str:
+    """A table: medians of the peers and, in brackets, how many times ours they take."""
+    lines = [f"{'':<12}" + "".join(f"{key:>18}" for key in COMPARED)]
+    for report in (ours, *reports):
+        if "error" in report:
+            lines.append(f"{report['peer']:<12}{report['error']}")
+            continue
+        cells = (
+            f"{report[key]:.4g} ({report[key] / ours[key]:.2f}x)" if ours[key] else "-"
+            for key in COMPARED
+        )
+        lines.append(f"{report['peer']:<12}" + "".join(f"{cell:>18}" for cell in cells))
+    return "\n".join(lines)

@@ -1,0 +1,121 @@
+"""Time and memory of one optimizer step: rollout, verification, reference, update.
+
+    python -m benchmarks.step                                # tiny model: 32 prompts x 8 samples, 16 + 32 tokens
+    python -m benchmarks.step --model smollm2 --json         # SmolLM2-135M's shape: 8 x 8, 64 + 64 tokens
+    TRL_PYTHON=... TUNIX_PYTHON=... python -m benchmarks.step --peers trl,tunix
+
+Random weights and fixed lengths; the median and the best of the steps after warm-up. ``--json`` prints one object as
+the last line. docs/benchmarks.md says how each figure is counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+# By model: what is fastest on two cores within the memory bound; see docs/benchmarks.md.
+BEST = {
+    "tiny": {
+        "dtype": "float32",
+        "remat": "full",
+        "micro_rows": 0,
+        "samples_per_row": 2,
+        "mesh": "data",
+    },
+    "smollm2": {
+        "dtype": "bfloat16",
+        "remat": "full",
+        "micro_rows": 0,
+        "samples_per_row": 4,
+        "mesh": "fsdp",
+    },
+}
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.step",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", choices=sorted(BEST), default="tiny", help="random weights of this shape")
+    add("--prompts", type=int, help="tasks of a step")
+    add("--group", type=int, help="samples of each prompt")
+    add("--prompt-len", type=int, help="tokens of a prompt")
+    add("--new-tokens", type=int, help="tokens of a sample")
+    add("--steps", type=int, default=5, help="measured steps (default 5)")
+    add("--warmup", type=int, default=2, help="steps before them; the first compiles (default 2)")
+    add("--dtype", choices=["float32", "bfloat16"], help="of activations; params are float32")
+    add("--remat", choices=["none", "dots", "full"], help="what the backward pass keeps")
+    add("--micro-rows", type=int, help="rows whose gradient is computed at once; 0 for all")
+    add("--samples-per-row", type=int, help="samples that share a row with their prompt")
+    add("--mesh", choices=["data", "fsdp"], help="replicas, or one copy spread over the devices")
+    add("--max-rows", type=int, default=256, help="samples decoded together (default 256)")
+    add("--verifier-workers", type=int, default=2, help="processes that judge (default 2)")
+    add("--devices", type=int, help="virtual devices of a CPU (default: one a core)")
+    add("--seed", type=int, default=0)
+    add("--json", action="store_true", help="print one JSON object as the last line")
+    add("--peers", default="", help="also run these on the same work: trl, tunix, or both")
+    add("--peer-timeout", type=float, default=1800.0, help="seconds for a peer (default 1800)")
+    args = parser.parse_args(argv)
+    if args.steps < 1 or args.warmup < 1:
+        parser.error(f"--steps {args.steps} --warmup {args.warmup}; expected at least 1 of each")
+    for name, value in BEST[args.model].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    return args
+
+
+def spread_over_cores(devices: int | None) -> None:
+    """Makes a CPU look like one device a core to JAX, which runs one thread a device. Before JAX is imported."""
+    flag = "--xla_force_host_platform_device_count"
+    flags = os.environ.get("XLA_FLAGS", "")
+    if flag not in flags:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        os.environ["XLA_FLAGS"] = f"{flags} {flag}={devices or cores}".strip()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    spread_over_cores(args.devices)
+    from benchmarks.loop import Settings, measure_step
+    from benchmarks.peers.run import check_peers, format_comparison, run_peers
+    from benchmarks.report import format_report
+    from benchmarks.work import SHAPES, Shape
+
+    default = SHAPES[args.model]
+    names = ("prompts", "group", "prompt_len", "new_tokens")
+    given = {name: getattr(args, name) for name in names}
+    shape = Shape(**{k: getattr(default, k) if v is None else v for k, v in given.items()})
+    settings = Settings(
+        model=args.model,
+        shape=shape,
+        dtype=args.dtype,
+        remat=args.remat,
+        micro_rows=args.micro_rows,
+        samples_per_row=min(args.samples_per_row, shape.group),
+        mesh=args.mesh,
+        max_rows=args.max_rows,
+        verifier_workers=args.verifier_workers,
+        steps=args.steps,
+        warmup=args.warmup,
+        seed=args.seed,
+    )
+    peers = [name for name in args.peers.split(",") if name]
+    check_peers(peers)
+    report = measure_step(settings)
+    print(format_report(report), flush=True)
+    if peers:
+        report["peers"] = run_peers(peers, report, timeout_s=args.peer_timeout)
+        print(format_comparison(report, report["peers"]))
+    if args.json:
+        print(json.dumps(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
