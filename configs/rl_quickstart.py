@@ -17,7 +17,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config = ConfigDict()
     config.model = "smollm2-135m-instruct"
     config.seed = 0
-    config.num_steps = 30
+    config.num_steps = 18
     config.schedule = "staged"
     config.dtype = "float32"
 
