@@ -51,7 +51,14 @@ def open_workdir(workdir: str | Path, config: ConfigDict, *, fresh: bool) -> Pat
     wanted = json.loads(config.to_json_best_effort())
     file = path / CONFIG_FILE
     if file.exists() and any(path.glob("*/step_*")):
-        _check_same_run(json.loads(file.read_text()), wanted, path)
+        try:
+            saved = json.loads(file.read_text())
+        except ValueError as error:
+            raise ConfigError(
+                f"{file} is damaged ({error}); expected the settings of the run in {path}: put it back, or use "
+                "--fresh to start over"
+            ) from error
+        _check_same_run(saved, wanted, path)
     partial = file.with_suffix(".partial")
     partial.write_text(json.dumps(wanted, indent=2) + "\n")
     partial.replace(file)
