@@ -117,6 +117,20 @@ def pack_groups(
     return TrainBatch(**arrays)
 
 
+def row_length(groups: Sequence[Group], least: int = 0) -> int:
+    """Tokens a row should have: ``least``, or with 0 what the largest group's tree takes, in steps of 128.
+
+    The steps keep the number of compiled lengths small. Never less than the longest trajectory, which cannot be cut.
+    """
+    trees = [
+        group.trajectories[0].turn_starts[0]
+        + sum(int(t.response_mask.sum()) for t in group.trajectories)
+        for group in groups
+    ]
+    longest = max(len(t.tokens) for group in groups for t in group.trajectories)
+    return max(least or -(-max(trees) // 128) * 128, longest)
+
+
 def bucket(count: int, multiple: int = 1) -> int:
     """The smallest of ``multiple`` times 1, 2, 3, 4, 6, 8, 12, 16, ... that is at least ``count``.
 

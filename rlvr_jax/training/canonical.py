@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,7 +27,7 @@ from numpy.typing import ArrayLike
 
 from rlvr_jax.algorithms.advantages import group_advantages
 from rlvr_jax.algorithms.objective import ObjectiveConfig
-from rlvr_jax.data.packing import pack_groups
+from rlvr_jax.data import packing
 from rlvr_jax.distributed.sharding import replicated
 from rlvr_jax.models.attention import key_bucket
 from rlvr_jax.models.config import ModelConfig
@@ -193,27 +193,16 @@ def ppo_objective(
     groups = scored_groups(responses, rewards)
     scores = np.stack([group.scores for group in groups])
     advantages = group_advantages(scores, np.isfinite(scores), estimator=adv_estimator)
-    batch = pack_groups(
+    batch = packing.pack_groups(
         groups,
         list(np.asarray(advantages)),
-        length=_row_length(groups, row_length),
+        length=key_bucket(packing.row_length(groups, row_length)),
         row_multiple=micro_rows or learner.num_shards,
         mask_truncated=mask_truncated,
     )
     reference = None if ref_model is None else learner.place(ref_model.params)
     minibatch = learner.prepare(batch, reference, scores=scores, kl_coef=kl_coef)
     return Loss(policy, config, groups=groups, minibatch=minibatch)
-
-
-def _row_length(groups: Sequence[Group], row_length: int) -> int:
-    """Tokens of a row: ``row_length``, or the largest group's in steps of 128 (few lengths to compile)."""
-    longest = max(len(t.tokens) for group in groups for t in group.trajectories)
-    largest = max(
-        group.trajectories[0].turn_starts[0]
-        + sum(t.response_mask.sum() for t in group.trajectories)
-        for group in groups
-    )
-    return key_bucket(max(row_length or -(-int(largest) // 128) * 128, longest))
 
 
 def _check_reference(policy: Policy, ref_model: Policy | None, kl_coef: float) -> None:

@@ -24,7 +24,7 @@ from rlvr_jax.algorithms.kl import KLController
 from rlvr_jax.algorithms.objective import ObjectiveConfig
 from rlvr_jax.algorithms.shaping import overlong_penalty
 from rlvr_jax.checkpoint.manager import Checkpointer
-from rlvr_jax.data.packing import pack_groups
+from rlvr_jax.data.packing import pack_groups, row_length
 from rlvr_jax.distributed.mesh import make_mesh, num_row_shards
 from rlvr_jax.envs.single_turn import DomainJudge, run_groups
 from rlvr_jax.errors import ConfigError, MismatchError
@@ -445,14 +445,10 @@ def pack(groups: Sequence[Group], config: ConfigDict, num_shards: int) -> TrainB
     advantages = group_advantages(
         scores, np.isfinite(scores), estimator=config.algorithm.adv_estimator
     )[: len(groups)]
-    # 0: a row for the largest group, in steps of 128 so that few lengths are compiled.
-    largest = max(group.trajectories[0].turn_starts[0] + num_tokens([group]) for group in groups)
-    longest = max(len(t.tokens) for group in groups for t in group.trajectories)
-    length = max(config.train.row_length or -(-largest // 128) * 128, longest)
     return pack_groups(
         groups,
         list(np.asarray(advantages)),
-        length=key_bucket(length),
+        length=key_bucket(row_length(groups, config.train.row_length)),
         row_multiple=config.train.micro_rows or num_shards,
         mask_truncated=config.algorithm.mask_truncated,
     )

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlvr_jax.data.packing import bucket, pack_groups, packing_stats
+from rlvr_jax.data.packing import bucket, pack_groups, packing_stats, row_length
 from rlvr_jax.types import Group, Reward, Task, TrainBatch, Trajectory
 
 LENGTH = 40
@@ -301,3 +301,14 @@ def test_a_logprob_that_is_not_finite_raises():
 def test_a_sampled_token_without_a_prompt_raises():
     with pytest.raises(ValueError, match=r"starts with a sampled token; expected a prompt"):
         pack_groups([group(trajectory([], [2]))], [np.ones(1)], length=4)
+
+
+def test_a_row_has_room_for_the_largest_group_and_never_less_than_the_longest_trajectory():
+    short, long = [0] * 30, [0] * 100
+    groups = [
+        group(trajectory(short, [1] * 5), trajectory(short, [1] * 9)),
+        group(trajectory(long, [1] * 40), trajectory(long, [1] * 60)),
+    ]
+    assert row_length(groups) == 256  # 100 + 40 + 60, rounded up to a multiple of 128
+    assert row_length(groups, least=170) == 170
+    assert row_length(groups, least=80) == 160

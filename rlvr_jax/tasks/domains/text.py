@@ -12,7 +12,7 @@ from collections import Counter
 
 import numpy as np
 
-from rlvr_jax.tasks.domains.arithmetic import NUMBER_ONLY, LAST_NUMBER
+from rlvr_jax.tasks.domains.arithmetic import LAST_NUMBER, NUMBER_ONLY
 from rlvr_jax.tasks.registry import Draft, VerifierUse, ask, domain
 
 _WORDS = """
