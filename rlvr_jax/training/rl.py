@@ -32,6 +32,7 @@ from rlvr_jax.metrics import Counters, MetricsLogger, PhaseTimer, read_metrics
 from rlvr_jax.models.attention import key_bucket
 from rlvr_jax.models.config import ModelConfig
 from rlvr_jax.models.policy_head import LogitTransform
+from rlvr_jax.rewards.combination import reward_metrics
 from rlvr_jax.rewards.pool import VerifierPool
 from rlvr_jax.rollout.engine import Engine
 from rlvr_jax.tasks.curriculum import Curriculum
@@ -476,6 +477,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     return {
         "reward/mean": float(scored.mean()) if scored.size else float("nan"),
         "reward/scored_frac": scored.size / scores.size,
+        **reward_metrics(reward for t in trajectories for reward in t.rewards),
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
         "response_length/truncated_frac": float(

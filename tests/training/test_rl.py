@@ -120,6 +120,12 @@ def test_answers_without_a_verdict_are_counted_and_not_trained_on(tmp_path, one_
     assert record["reward/mean"] == pytest.approx(
         np.mean([t.score for t in trajectories if t.scored])
     )
+    # By verifier: what was not judged is neither a pass nor absent.
+    assert record["reward/moody/failed"] == len(failed)
+    assert record["reward/moody/mean_effective"] == pytest.approx(record["reward/mean"])
+    assert record["reward/moody/mean_all"] == pytest.approx(
+        record["reward/mean"] * record["reward/scored_frac"]
+    )
     assert record["update_skipped"] == 0
     batch = rl.pack(groups, get_config(), 1)
     trained = set(np.unique(batch.sample_ids[np.asarray(batch.loss_mask) > 0]).tolist())
