@@ -110,7 +110,7 @@ def _table(summary: Mapping[str, Any]) -> str:
         table.add_row(name, *_cells(row["before"], row["after"]), str(row["n"]))
     table.add_section()
     table.add_row("mean", *_cells(summary["mean_before"], summary["mean_after"]), "")
-    console = rich.console.Console(file=io.StringIO(), width=90)
+    console = rich.console.Console(file=io.StringIO(), width=90, force_jupyter=False)
     console.print(table)
     minutes = summary["seconds"] / 60
     console.print(f"{summary['steps']} steps in {minutes:.1f} minutes on {summary['device']}")

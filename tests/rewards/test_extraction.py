@@ -109,6 +109,6 @@ def test_a_box_at_the_end_is_found_after_any_text(answer, before):
      "<answer>" * 50_000, "Answer:" * 50_000, "Answer:\n" * 50_000, "```json\n" * 50_000, "\\" * 400_000],
 )  # fmt: skip
 def test_extraction_is_linear_on_adversarial_text(text):
-    start = time.monotonic()
+    start = time.process_time()
     last_boxed(text), tagged(text), fenced_blocks(text)
-    assert time.monotonic() - start < 3
+    assert time.process_time() - start < 3

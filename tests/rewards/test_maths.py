@@ -193,10 +193,10 @@ ADVERSARIAL = [
 
 @pytest.mark.parametrize("text", ADVERSARIAL, ids=lambda text: ascii(text[:20]))
 def test_adversarial_answers_are_judged_in_bounded_time(text):
-    start = time.monotonic()
+    start = time.process_time()
     for gold in ("5", "x", r"\sqrt{2}", text):
         assert type(answers_equal(gold, text)) is bool
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 5
 
 
 def test_the_table_of_pairs_is_large_and_without_contradiction():

@@ -188,7 +188,7 @@ def test_any_text_gets_a_float(text, mode):
      "½" * 50_000, "1:" * 50_000, "\\frac" * 20_000, "1x10" * 20_000],
 )  # fmt: skip
 def test_adversarial_text_is_read_in_bounded_time(text):
-    start = time.monotonic()
+    start = time.process_time()
     for mode in ("whole", "last"):
         Numeric(mode=mode)(task("42"), text)
-    assert time.monotonic() - start < 3
+    assert time.process_time() - start < 3
