@@ -376,6 +376,11 @@ def check_settings(config: ConfigDict, num_shards: int) -> None:
             f"algorithm.kl_coef is {algorithm.kl_coef} and use_kl_in_reward is {algorithm.use_kl_in_reward}: kl_coef "
             "is the weight of the KL in the reward; expected both or neither (kl_loss_coef is that in the loss)"
         )
+    if algorithm.kl_target > 0 and not algorithm.use_kl_in_reward:
+        raise ConfigError(
+            f"algorithm.kl_target is {algorithm.kl_target}; it steers kl_coef, which counts with use_kl_in_reward: "
+            "set that too, or kl_target to 0"
+        )
     if config.schedule == "fused":
         for key, value, expected in (
             ("tasks.max_refills", config.tasks.max_refills, 0),

@@ -274,6 +274,7 @@ def test_the_quickstart_config_is_locked_and_takes_no_other_argument():
         ({"algorithm__adv_estimator": "gae"}, "unknown adv_estimator 'gae'"),
         ({"algorithm__kl_coef": 0.1}, "kl_coef is 0.1 and use_kl_in_reward is False"),
         ({"algorithm__use_kl_in_reward": True}, "kl_coef is 0.0 and use_kl_in_reward is True"),
+        ({"algorithm__kl_target": 0.1}, "kl_target is 0.1; it steers kl_coef"),
         ({"algorithm__kl_loss_type": "k1"}, "which as a loss has an expected gradient of zero"),
         ({"algorithm__loss_agg_mode": "mean"}, "loss_agg_mode is 'mean'; expected one of"),
         ({"algorithm__clip_ratio_low": 2.0}, r"clip_ratio_low is 2.0; expected in \(0, 1\]"),
