@@ -254,10 +254,9 @@ def test_a_run_goes_on_though_verifiers_raise_and_hang(tmp_path):
         eval__tasks_per_domain=1,
         num_steps=2,
     )
-    began = time.monotonic()
     rl.train(config, tmp_path)
-    assert time.monotonic() - began < 150
     records = read_metrics(tmp_path)
+    assert records[1]["time/fused_s"] < 30  # the first step compiles
     assert all(record["update_skipped"] == 0 for record in records)
     assert sum(record["reward/failed"] for record in records) > 0
     assert sum(record["reward/timeout"] for record in records) > 0
