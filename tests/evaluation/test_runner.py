@@ -81,7 +81,7 @@ def test_intervals_of_answers_that_agree_within_a_task_are_those_of_tasks():
 
 
 def test_95_percent_intervals_cover_the_truth_about_95_percent_of_the_time():
-    """Task rates from a Beta distribution, as tasks of mixed difficulty have; Wilson on all answers would cover it 73 %."""
+    """Task rates from a Beta distribution, as tasks of mixed difficulty have; Wilson on all answers covers it 73 %."""
     rng = np.random.default_rng(1)
     truth, covered, rounds = 0.3, 0, 400
     for _ in range(rounds):
