@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import os
 import resource
 import sys
@@ -31,11 +32,11 @@ class CompileLog:
         self.seconds = 0.0
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
-    def _listen(self, event: str, duration: float, **details: Any) -> None:
+    def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == _COMPILE_EVENT:
-            name = str(details.get("fun_name", "?"))
+            name = str(kwargs.get("fun_name", "?"))
             self.counts[name.removeprefix("jit(").removesuffix(")")] += 1
-            self.seconds += duration
+            self.seconds += duration_secs
 
 
 class Program:
@@ -73,7 +74,10 @@ class Program:
 def live_bytes() -> int:
     """Bytes of all arrays on this process's devices, replicas counted each."""
     return sum(
-        shard.data.nbytes for array in jax.live_arrays() for shard in array.addressable_shards
+        math.prod(array.sharding.shard_shape(array.shape))
+        * array.dtype.itemsize
+        * len(array.sharding.addressable_devices)
+        for array in jax.live_arrays()
     )
 
 

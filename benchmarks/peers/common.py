@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 
-def parser(description: str) -> argparse.ArgumentParser:
+def parser(description: str | None) -> argparse.ArgumentParser:
     """The flags of the work; the scripts add their own settings."""
     flags = argparse.ArgumentParser(description=description)
     flags.add_argument("--model-dir", type=Path, required=True, help="Hugging Face directory")

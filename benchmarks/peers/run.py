@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -73,8 +72,7 @@ def _run(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         return {"error": f"not done within {timeout_s:g} s"}
     except (subprocess.CalledProcessError, ValueError, IndexError) as error:
-        print(f"{command[1]}: {error}", file=sys.stderr)
-        return {"error": f"{type(error).__name__}: {error}"}
+        return {"error": f"failed ({type(error).__name__}); what it printed is above"}
 
 
 def write_weights(directory: Path, model: str, seed: int) -> None:
@@ -82,6 +80,9 @@ def write_weights(directory: Path, model: str, seed: int) -> None:
     config = MODELS[model]
     params = jax.device_get(init_params(config, jax.random.key(seed)))
     files = number_tokenizer(config.vocab_size).files()
+    del files[
+        "generation_config.json"
+    ]  # torch refuses a padding id that has no row in the embedding
     save_weights(directory, config, params, tokenizer_files=files)
 
 
