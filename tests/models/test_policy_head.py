@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rlvr_jax.distributed.mesh import make_mesh
 from rlvr_jax.models.config import ModelConfig
 from rlvr_jax.models.decoder import bind, init_params
 from rlvr_jax.models.policy_head import (
@@ -193,14 +194,23 @@ def test_logits_are_held_for_a_chunk_only_forwards_and_backwards(scored):
     assert "f32[6,300]" in text
     for more in ("f32[60,300]", "f32[10,6,300]", "f32[3,20,300]"):
         assert more not in text
+    with jax.set_mesh(make_mesh(4, 1, 2)):  # a chunk for each of the four shards of the rows
+        assert "f32[24,300]" in str(jax.make_jaxpr(jax.grad(loss))(params))
 
 
 def test_a_token_outside_the_truncated_set_keeps_a_finite_logprob(scored):
-    logprobs, entropy = score(scored, transform=LogitTransform(top_k=1))
-    assert np.all(np.isfinite(logprobs)) and np.all(np.isfinite(entropy))
-    # The most likely token alone has probability 1; any other shares it with that one.
-    trained = scored[3].loss_mask > 0
-    assert np.all(logprobs[trained] <= 0) and np.any(logprobs[trained] < -0.7)
+    """With top_k=1 the most likely token has probability 1, and any other shares it with that one."""
+    logprobs, _ = score(scored, transform=LogitTransform(top_k=1))
+    _, params, hidden, batch = scored
+    logits = np.asarray(hidden, np.float64) @ np.asarray(params["embed"]["embedding"]).T
+    logits = logits.reshape(3, 20, -1)
+    for row, column in np.argwhere(batch.loss_mask):
+        at = logits[row, batch.parents[row, column]]
+        target = batch.tokens[row, column]
+        pair = {int(target), int(at.argmax())}
+        expected = at[target] - np.logaddexp.reduce(at[list(pair)])
+        assert logprobs[row, column] == pytest.approx(expected, abs=1e-4)
+    assert np.any(logprobs < -0.7)
 
 
 def test_the_transform_is_that_of_the_sampling_params():
