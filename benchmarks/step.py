@@ -16,7 +16,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-# By model: what is fastest on two cores within the memory bound; see docs/benchmarks.md.
+# By model; docs/benchmarks.md says how they were chosen, and that the memory bound is not kept at smollm2.
 BEST = {
     "tiny": {
         "dtype": "float32",

@@ -22,7 +22,7 @@ from rlvr_jax.models.decoder import init_params
 from rlvr_jax.models.weights import save_weights
 
 PEERS = {"trl": "TRL_PYTHON", "tunix": "TUNIX_PYTHON"}
-# What was fastest for each peer, and fits into memory, on two cores.
+# The faster dtype of each peer, and micro-batches meant to fit into 16 GiB; TRL's and Tunix's sizes were not tuned.
 SETTINGS: dict[tuple[str, str], tuple[str, ...]] = {
     ("trl", "tiny"): ("--dtype", "float32"),
     ("trl", "smollm2"): ("--dtype", "bfloat16", "--micro", "16"),
