@@ -4,8 +4,8 @@
     rlvr train --config configs/rl_quickstart.py --workdir runs/quickstart
     rlvr train --config configs/rl_quickstart.py:tiny --workdir runs/tiny       # random weights, under a minute
 
-On 2 CPU cores 18 steps take 7 minutes; the held-out pass rate rises from 37.3 % to 71.7 %, averaged over the three domains
-(seed 0, AMD EPYC, 30 November 2026).
+On 2 CPU cores 18 steps take 7 minutes; the held-out pass rate, averaged over the three domains, rises from 37.3 % to
+71.7 % (seed 0, AMD EPYC, 30 November 2026).
 
 Every setting can be overridden: ``--config.optimizer.learning_rate=2e-6 --config.tasks.domains=arithmetic/add``.
 """
