@@ -149,7 +149,7 @@ def test_a_trained_token_is_scored_under_its_parents_prediction_and_no_other_is(
         assert entropy[row, column] == pytest.approx(expected_entropy, abs=1e-5)
 
 
-@pytest.mark.parametrize("chunk", [1, 9, 1000])
+@pytest.mark.parametrize("chunk", [1, 9])
 def test_chunks_change_neither_values_nor_gradients(scored, chunk):
     config, params, hidden, batch = scored
 

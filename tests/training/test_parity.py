@@ -203,7 +203,7 @@ ROWS = [MIN_ROWS_OF_A_CPU, 64, 200]
 def test_a_row_of_a_product_does_not_depend_on_how_many_there_are(dtype):
     rng = np.random.default_rng(0)
     product = jax.jit(matmul, compiler_options=STRICT)
-    for fan_in, fan_out in ((576, 576), (576, 192), (576, 1536), (1536, 576)):
+    for fan_in, fan_out in ((576, 192), (576, 1536), (1536, 576)):
         x = jnp.asarray(rng.normal(size=(300, fan_in)), dtype)
         kernel = jnp.asarray(rng.normal(size=(fan_in, fan_out)), jnp.float32)
         whole = np.asarray(product(x, kernel))

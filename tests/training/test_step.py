@@ -202,20 +202,16 @@ def test_a_batch_that_teaches_nothing_or_breaks_changes_nothing_but_the_step_cou
     )
 
 
-def test_with_a_rate_of_zero_nothing_moves_and_the_mismatch_is_flat(tiny_config, params, reference):
+def test_with_a_rate_of_zero_nothing_moves_and_the_mismatch_is_flat(tiny_config, params):
+    """And the KL to the policy itself stays zero, though the reference is scored by a program of its own."""
     still = make_optimizer(OptimizerConfig(learning_rate=0.0, num_steps=3, weight_decay=0.1))
-    run = Run(tiny_config, params, reference, optimizer=still)
+    run = Run(tiny_config, params, params, optimizer=still)
     metrics = [run(batch_of(tiny_config)) for _ in range(3)]
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(run.state.params), params)
     for name in ("mismatch_kl", "logprob_delta_mean", "loss", "grad_norm"):
         assert metrics[0][name] == metrics[1][name] == metrics[2][name], name
     assert metrics[0]["grad_norm"] > 0
-
-
-def test_a_reference_equal_to_the_policy_has_no_kl(tiny_config, params):
-    """The forward program of the reference and the gradient program of the policy agree."""
-    run = Run(tiny_config, params, params, optimizer=ADAM)
-    assert run(batch_of(tiny_config))["kl"] < 1e-9
+    assert max(update["kl"] for update in metrics) < 1e-9
 
 
 def test_an_update_moves_nothing_between_host_and_device(tiny_config, adam_run):
