@@ -1,10 +1,9 @@
 """``rlvr train``: the quickstart's tiny run, and one clear line for whatever cannot work, with nothing lost."""
 
-import contextlib
 import json
-import resource
-import signal
-from collections.abc import Iterator
+import os
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -132,17 +131,15 @@ def test_a_run_is_not_resumed_with_other_settings(capsys, finished, one_device):
     assert contents(finished) == before
 
 
-@contextlib.contextmanager
-def files_no_longer_than(num_bytes: int) -> Iterator[None]:
-    """The kernel refuses to write past ``num_bytes`` of any file, as a full disk would."""
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, old[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
-        signal.signal(signal.SIGXFSZ, handler)
+# The kernel refuses to write past 32 KiB of any file, as a full disk would. A process of its own: TensorStore reports
+# what else it could not write to an event loop that Orbax has closed by then, at any time later.
+FULL_DISK = """
+import resource, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 15, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+from rlvr_jax.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
 
 
 def test_a_disk_that_fills_up_at_a_checkpoint_costs_that_checkpoint_only(
@@ -151,8 +148,16 @@ def test_a_disk_that_fills_up_at_a_checkpoint_costs_that_checkpoint_only(
     flags = [TOY, f"--workdir={tmp_path}"]
     assert rlvr(["train", *flags, "--config.num_steps=1"]) == 0
     longer = [*flags, "--config.num_steps=2", "--config.checkpoint.every=1"]
-    with files_no_longer_than(1 << 15):
-        line = refusal(capsys, *longer)
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, "train", *longer],
+        cwd=REPOSITORY,
+        env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 2, done.stderr
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("rlvr: error: ")]
     assert "step_2 could not be written" in line
     assert "The checkpoint of step 1 is intact" in line
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_1"]
