@@ -1,15 +1,11 @@
-"""What goes wrong, in two kinds.
+"""Exceptions whose message is for the user: what, got, expected, what to do. And the check for an optional package.
 
-Errors of ours, and misuse, raise (``ValueError``/``TypeError``/``ConfigError``: what, got, expected, what to do).
-Failures of the outside world (a sandbox, a tool, a judge) become values on the trajectory through ``boundary``.
+Failures of the outside world (a verifier that raises or hangs) are no exceptions: they are a status on the reward.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import importlib
-from collections.abc import Iterator
 from types import ModuleType
 
 
@@ -31,30 +27,6 @@ class CheckpointError(RuntimeError):
 
 class MismatchError(RuntimeError):
     """Sampler and trainer disagree on log-probabilities past the configured bound."""
-
-
-class OutsideError(Exception):
-    """A failure of the outside world; ``boundary`` turns it into a value."""
-
-
-@dataclasses.dataclass
-class Outcome:
-    """What ``boundary`` caught: ``error`` is None when all went well."""
-
-    error: str | None = None
-
-
-@contextlib.contextmanager
-def boundary(*kinds: type[BaseException]) -> Iterator[Outcome]:
-    """Turns failures of the outside world inside the block into ``outcome.error``.
-
-    Catches ``OutsideError``, ``TimeoutError`` and ``kinds``; anything else is a bug of ours and propagates.
-    """
-    outcome = Outcome()
-    try:
-        yield outcome
-    except (OutsideError, TimeoutError, *kinds) as error:
-        outcome.error = f"{type(error).__name__}: {error}"
 
 
 def require(module: str, extra: str) -> ModuleType:
