@@ -27,11 +27,10 @@ from rlvr_jax.distributed.sharding import constrain
 from rlvr_jax.models.attention import (
     KeyValues,
     grouped_query_attention,
-    rotary,
-    rotate,
     row_masks,
 )
 from rlvr_jax.models.config import ModelConfig
+from rlvr_jax.models.rope import rotary, rotate
 
 Params = Any  # nested dict of arrays
 # (q [N, heads, H], k [N, K, H], v [N, K, H], cache of the layer) -> (out [N, heads, H], cache)
