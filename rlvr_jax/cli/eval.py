@@ -120,7 +120,7 @@ def main(argv: Sequence[str]) -> int:
     import rich.progress
 
     from rlvr_jax.cli.tasks import import_modules
-    from rlvr_jax.envs.single_turn import DomainJudge, run_groups
+    from rlvr_jax.envs.single_turn import DomainJudge, check_verifiers, run_groups
     from rlvr_jax.evaluation.report import table
     from rlvr_jax.evaluation.runner import check_ks, evaluate, select_tasks
     from rlvr_jax.rewards.pool import VerifierPool
@@ -139,6 +139,7 @@ def main(argv: Sequence[str]) -> int:
         levels=args.levels,
         max_levels=run.get("tasks.max_levels", None),
     )
+    check_verifiers({task.domain for task in tasks})
     store = None if args.save is None else ParquetStore(args.save)
     if store is not None and store.steps():
         raise ConfigError(f"--save {args.save} holds answers already; choose a new folder")
@@ -153,7 +154,6 @@ def main(argv: Sequence[str]) -> int:
     ):
         bar = progress.add_task("answering", total=len(tasks))
         judge = DomainJudge(pool)
-        judge.check(list({task.domain: None for task in tasks}))
 
         def rollout(tasks: Sequence[Task], *, group_size: int, step: int) -> list[Group]:
             return run_groups(

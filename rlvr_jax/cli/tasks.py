@@ -164,9 +164,7 @@ def _judge(args: argparse.Namespace, task: Task, response: str) -> tuple[Reward,
     """The verdicts of the domain's verifiers, or of those the flags name."""
     with VerifierPool(1, args.timeout_s) as pool:
         if not args.verifier:
-            judge = DomainJudge(pool)
-            judge.check([task.domain])
-            return judge([(task, response)])[0]
+            return DomainJudge(pool)([(task, response)])[0]
         specs = [VerifierSpec(name, 1.0, args.params) for name in args.verifier]
         return tuple(pool.score([(task, response, spec) for spec in specs]))
 

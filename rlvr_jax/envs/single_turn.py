@@ -6,7 +6,7 @@ the next part is sampled. What goes wrong outside (a verifier that raises or han
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -27,6 +27,20 @@ class Judge(Protocol):
     def __call__(self, pairs: Sequence[tuple[Task, str]]) -> list[tuple[Reward, ...]]: ...
 
 
+def verifier_specs(domain: str) -> tuple[VerifierSpec, ...]:
+    """The verifiers of a domain."""
+    return tuple(
+        VerifierSpec(use.name, use.weight, use.params) for use in DOMAINS.get(domain).verifiers
+    )
+
+
+def check_verifiers(domains: Iterable[str]) -> None:
+    """Raises ValueError, TypeError or MissingExtraError if a domain's verifiers cannot run."""
+    for domain in domains:
+        for spec in verifier_specs(domain):
+            spec.serialised()
+
+
 class DomainJudge:
     """Has each response judged by the verifiers of its task's domain, in the pool's worker processes."""
 
@@ -35,19 +49,10 @@ class DomainJudge:
         self._specs: dict[str, tuple[VerifierSpec, ...]] = {}
 
     def specs(self, domain: str) -> tuple[VerifierSpec, ...]:
-        """The verifiers of a domain."""
+        """``verifier_specs``, made once: the pool knows a verifier by its spec."""
         if domain not in self._specs:
-            self._specs[domain] = tuple(
-                VerifierSpec(use.name, use.weight, use.params)
-                for use in DOMAINS.get(domain).verifiers
-            )
+            self._specs[domain] = verifier_specs(domain)
         return self._specs[domain]
-
-    def check(self, domains: Sequence[str]) -> None:
-        """Raises ValueError, TypeError or MissingExtraError if a domain's verifiers cannot run."""
-        for domain in domains:
-            for spec in self.specs(domain):
-                spec.serialised()
 
     def __call__(self, pairs: Sequence[tuple[Task, str]]) -> list[tuple[Reward, ...]]:
         jobs: list[Job] = []

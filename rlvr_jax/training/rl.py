@@ -26,7 +26,7 @@ from rlvr_jax.algorithms.shaping import overlong_penalty
 from rlvr_jax.checkpoint.manager import Checkpointer
 from rlvr_jax.data.packing import pack_groups, row_length
 from rlvr_jax.distributed.mesh import make_mesh, num_row_shards
-from rlvr_jax.envs.single_turn import DomainJudge, run_groups
+from rlvr_jax.envs.single_turn import DomainJudge, check_verifiers, run_groups
 from rlvr_jax.errors import ConfigError, MismatchError
 from rlvr_jax.metrics import Counters, MetricsLogger, PhaseTimer, read_metrics
 from rlvr_jax.models.attention import key_bucket
@@ -118,7 +118,9 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
         for name, levels in curriculum.levels.items()
         for task in held_out_tasks(name, config.eval.tasks_per_domain, seed, levels)
     ]
-    check_prompts(held_out, chat, model, config.rollout.max_tokens)
+    first = curriculum.sample(0, tasks_per_step)  # the same again when training gets there
+    check_prompts([*held_out, *first], chat, model, config.rollout.max_tokens)
+    check_verifiers(curriculum.domains)
     counters = Counters()
 
     workdir = open_workdir(workdir, config, fresh=fresh)  # nothing is wrong with the settings
@@ -162,7 +164,6 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
             policy_version=first_step,
         )
         judge = DomainJudge(pool)
-        judge.check(curriculum.domains)  # a wrong verifier shows here, not in the middle of the run
         rollout = functools.partial(
             run_groups,
             sampler=engine,
@@ -357,19 +358,30 @@ def check_settings(config: ConfigDict, num_shards: int) -> None:
     """
     if config.schedule not in ("staged", "fused"):
         raise ConfigError(f"schedule is {config.schedule!r}; expected 'staged' or 'fused'")
-    for key in (
-        "num_steps",
-        "tasks.tasks_per_step",
-        "rollout.group_size",
-        "train.num_epochs",
-        "train.num_minibatches",
-        "checkpoint.every",
-        "eval.tasks_per_domain",
-        "eval.num_samples",
+    for key, least in (
+        ("num_steps", 1),
+        ("tasks.tasks_per_step", 1),
+        ("tasks.max_refills", 0),
+        ("rollout.group_size", 1),
+        ("rollout.max_rows", 1),
+        ("train.row_length", 0),
+        ("train.micro_rows", 0),
+        ("train.num_epochs", 1),
+        ("train.num_minibatches", 1),
+        ("verifiers.num_workers", 1),
+        ("checkpoint.every", 1),
+        ("checkpoint.keep", 1),
+        ("eval.tasks_per_domain", 1),
+        ("eval.num_samples", 1),
     ):
         value: Any = functools.reduce(getattr, key.split("."), config)
-        if value < 1:
-            raise ConfigError(f"{key} is {value}; expected at least 1: change config.{key}")
+        if value < least:
+            raise ConfigError(f"{key} is {value}; expected at least {least}: change config.{key}")
+    if not 0 < config.verifiers.timeout_s < math.inf:
+        raise ConfigError(
+            f"verifiers.timeout_s is {config.verifiers.timeout_s}; expected a finite number of seconds > 0: "
+            "change config.verifiers.timeout_s"
+        )
     algorithm = config.algorithm
     if (algorithm.kl_coef > 0) != algorithm.use_kl_in_reward:
         raise ConfigError(
@@ -394,9 +406,15 @@ def check_settings(config: ConfigDict, num_shards: int) -> None:
                     f"{expected!r}: set config.{key}={expected!r}, or config.schedule='staged'"
                 )
         check_divides(config.tasks.tasks_per_step, num_shards)
-    # A baseline of the group needs a group: raises as the first step would.
+    # A baseline of the group needs a group, a penalty a buffer within the limit: these raise as the first step would.
     scores = np.zeros((config.tasks.tasks_per_step, config.rollout.group_size), np.float32)
-    group_advantages(scores, np.ones_like(scores), estimator=config.algorithm.adv_estimator)
+    group_advantages(scores, np.ones_like(scores), estimator=algorithm.adv_estimator)
+    if algorithm.overlong_buffer:
+        overlong_penalty(
+            0,
+            max_response_length=config.rollout.max_tokens,
+            buffer_length=algorithm.overlong_buffer,
+        )
 
 
 def check_prompts(

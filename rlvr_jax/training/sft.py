@@ -140,6 +140,8 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
         total, count = np.sum(jax.device_get(sums), axis=0)
         return {"eval/loss": float(total / count)}
 
+    for part in filter(None, (sources, held_out)):
+        next(read(part, seed=config.seed, num_epochs=1), None)  # raises as the first step would
     folder = open_workdir(workdir, config, fresh=fresh)  # nothing is wrong with the settings
     with (
         jax.set_mesh(mesh),
@@ -341,5 +343,9 @@ def _check_settings(config: ConfigDict, model: ModelConfig, num_shards: int) -> 
         )
     if config.dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"dtype is {config.dtype!r}; expected float32 or bfloat16")
-    if config.num_steps < 1:
-        raise ConfigError(f"num_steps is {config.num_steps}; expected at least 1")
+    for key, value in (
+        ("num_steps", config.num_steps),
+        ("checkpoint.keep", config.checkpoint.keep),
+    ):
+        if value < 1:
+            raise ConfigError(f"{key} is {value}; expected at least 1: change config.{key}")

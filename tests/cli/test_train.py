@@ -10,8 +10,10 @@ import pytest
 
 from rlvr_jax.cli.main import main as rlvr
 from rlvr_jax.distributed.mesh import make_mesh
+from rlvr_jax.errors import MissingExtraError
 from rlvr_jax.metrics import read_metrics
 from rlvr_jax.models.weights import save_weights
+from rlvr_jax.rewards import json_schema
 from rlvr_jax.training import rl
 from rlvr_jax.training.policy import TINY, load_pretrained
 from rlvr_jax.trajectories.store import ParquetStore
@@ -87,6 +89,18 @@ def test_what_cannot_work_is_said_in_one_line_and_costs_nothing(
     for more in ([], ["--fresh"]):
         line = refusal(capsys, TOY, flag, f"--workdir={finished}", *more)
         assert message in line
+    assert contents(finished) == before
+
+
+def test_a_verifier_whose_extra_is_missing_costs_nothing(capsys, finished, monkeypatch, one_device):
+    def absent(module, extra):
+        raise MissingExtraError(f"{module} is not installed")
+
+    monkeypatch.setattr(json_schema, "require_extra", absent)
+    before = contents(finished)
+    flags = [TOY, f"--workdir={finished}", "--config.tasks.domains=toy/json"]
+    for more in ([], ["--fresh"]):
+        assert "jsonschema is not installed" in refusal(capsys, *flags, *more)
     assert contents(finished) == before
 
 

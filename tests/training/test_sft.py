@@ -263,6 +263,7 @@ def test_a_batch_that_teaches_nothing_or_breaks_changes_no_parameter(step_inputs
         ({"train__remat": "half"}, ConfigError, "train.remat is 'half'; expected one of"),
         ({"dtype": "float16"}, ConfigError, "dtype is 'float16'"),
         ({"num_steps": 0}, ConfigError, "num_steps is 0"),
+        ({"checkpoint__keep": 0}, ConfigError, "checkpoint.keep is 0"),
         ({"data__sources": ("gone.jsonl",)}, ConfigError, "no file matches 'gone.jsonl'"),
         ({"data__sources": ()}, ConfigError, "no data sources"),
         ({"data__held_out": 1.5}, ConfigError, "cannot hold out 1.5"),
@@ -286,6 +287,7 @@ def test_a_bad_conversation_is_named_by_file_and_line(config, tmp_path):
     bad.write_text('{"messages": [{"role": "user", "content": "no answer"}]}\n' * 3)
     with pytest.raises(ConfigError, match=r"bad\.jsonl:\d: .*role 'assistant'"):
         train(override(config, data__sources=(str(bad),)), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_command_prints_the_loss_and_reports_misuse_in_one_line(config, tmp_path, capsys):

@@ -45,6 +45,7 @@ for _name, _verifier, _params in (
     ("toy/constant", constant, {}),
     ("toy/raises", moody, {"hang": False}),
     ("toy/hangs", moody, {"hang": True}),
+    ("toy/json", "json_schema", {"schema": {"type": "object"}}),
 ):
     domain(
         _name,
