@@ -76,6 +76,8 @@ def get_config(arg: str = "") -> ConfigDict:
             grad_clip=1.0,
         )
     )
+    # A step trains num_epochs times on the same num_minibatches parts of its groups, in the order they were drawn; all
+    # of these updates compare with the log-probabilities the sampler gave (PPO's old ones).
     config.train = ConfigDict(
         dict(row_length=240, micro_rows=0, remat="full", num_epochs=1, num_minibatches=1)
     )

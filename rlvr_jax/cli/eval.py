@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rlvr_jax.cli.imports import add_import_flag, import_modules
 from rlvr_jax.cli.policy_flags import (
     RunConfig,
     add_model_flags,
@@ -69,14 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--num-workers", type=int, metavar="N", help="verifier processes (one a core)"
     )
-    group.add_argument(
-        "--import",
-        dest="imports",
-        metavar="MODULE",
-        action="append",
-        default=[],
-        help="import a module that registers domains or verifiers of your own; may be repeated",
-    )
+    add_import_flag(parser)
     add_sampling_flags(parser)
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="print JSON instead of the table")
@@ -119,7 +113,6 @@ def main(argv: Sequence[str]) -> int:
     import rich.console
     import rich.progress
 
-    from rlvr_jax.cli.tasks import import_modules
     from rlvr_jax.envs.single_turn import DomainJudge, check_verifiers, run_groups
     from rlvr_jax.evaluation.report import table
     from rlvr_jax.evaluation.runner import check_ks, evaluate, select_tasks

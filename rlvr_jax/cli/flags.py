@@ -21,6 +21,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 from ml_collections.config_flags import tuple_parser
 
+from rlvr_jax.cli.imports import add_import_flag, import_modules
 from rlvr_jax.errors import ConfigError
 
 _OVERRIDE = re.compile(r"--?(no)?config\.(?P<key>[^=]+)")
@@ -198,22 +199,24 @@ def config_parser(prog: str, description: str) -> argparse.ArgumentParser:
         "--fresh", action="store_true", help="start over instead of resuming what is in DIR"
     )
     parser.add_argument("--seed", type=int, metavar="N", help="same as --config.seed=N")
+    add_import_flag(parser)
     return parser
 
 
 def parse_config_flags(argv: Sequence[str], parser: argparse.ArgumentParser) -> ConfigFlags:
-    """Parses a training command's arguments.
+    """Parses a training command's arguments, and imports the modules they name.
 
     Args:
       argv: the arguments after the command's name.
       parser: from ``config_parser``.
 
     Raises:
-      ConfigError: as ``load_config`` and ``apply_overrides``.
+      ConfigError: as ``import_modules``, ``load_config`` and ``apply_overrides``.
       SystemExit: ``--help``, or a missing or malformed flag of the parser's own.
     """
     args, overrides = parser.parse_known_args(list(argv))
     if args.seed is not None:
         overrides.append(f"--config.seed={args.seed}")
+    import_modules(args.imports)
     config = apply_overrides(load_config(args.config), overrides, source=args.config)
     return ConfigFlags(config, args.workdir, args)

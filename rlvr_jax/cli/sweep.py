@@ -25,6 +25,7 @@ import rich.table
 import rich.text
 
 from rlvr_jax.cli.flags import apply_overrides, config_parser, load_config
+from rlvr_jax.cli.imports import import_modules
 from rlvr_jax.errors import ConfigError
 
 EPILOG = """The config file gives the grid in get_sweep(arg=""), beside get_config(arg=""):
@@ -180,6 +181,7 @@ def main(argv: Sequence[str]) -> int:
     args, shared = _parser().parse_known_args(list(argv))
     if args.seed is not None:
         shared.append(f"--config.seed={args.seed}")
+    import_modules(args.imports)
     # Every run's settings are known to be right before the first one starts.
     load_config(args.config)
     planned = []
@@ -227,7 +229,8 @@ def _run(
 ) -> dict[str, Any]:
     """Runs one of them, and says how it ended."""
     command = [sys.executable, "-m", "rlvr_jax", args.command, f"--config={args.config}"]
-    command += [*flags, f"--workdir={folder}", *(["--fresh"] if args.fresh else [])]
+    command += [*flags, *(f"--import={name}" for name in args.imports)]
+    command += [f"--workdir={folder}", *(["--fresh"] if args.fresh else [])]
     last = ["no output"]
 
     def show(line: str) -> None:

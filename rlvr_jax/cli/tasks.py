@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import json
 import math
-import os
 import pathlib
 import sys
 from collections.abc import Sequence
 from typing import Any
 
+from rlvr_jax.cli.imports import add_import_flag, import_modules
 from rlvr_jax.envs.single_turn import DomainJudge
 from rlvr_jax.errors import ConfigError
 from rlvr_jax.rewards.pool import VerifierPool
@@ -222,14 +221,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", help="print JSON")
-    common.add_argument(
-        "--import",
-        dest="imports",
-        metavar="MODULE",
-        action="append",
-        default=[],
-        help="import a module that registers domains or verifiers of your own; may be repeated",
-    )
+    add_import_flag(common)
     from_where = argparse.ArgumentParser(add_help=False)
     from_where.add_argument(
         "--split", choices=SPLITS, default="train", help="side to draw from (%(default)s)"
@@ -295,23 +287,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.set_defaults(run=score_response)
     return parser
-
-
-def import_modules(names: Sequence[str]) -> None:
-    """Imports modules that register things; the current folder counts as a place to find them.
-
-    Raises:
-      ConfigError: there is no such module.
-    """
-    if names and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    for name in names:
-        try:
-            importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"--import {name}: {error}; expected a module on PYTHONPATH or in the current folder"
-            ) from error
 
 
 def main(argv: Sequence[str]) -> int:

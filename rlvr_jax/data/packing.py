@@ -56,6 +56,7 @@ def pack_groups(
     *,
     length: int,
     row_multiple: int = 1,
+    min_rows: int = 1,
     rows: int | None = None,
     pad_id: int = 0,
     share_prompt: bool = True,
@@ -71,6 +72,7 @@ def pack_groups(
       advantages: one float[G] for each group; entries of unscored trajectories are not read.
       length: T, tokens of a row.
       row_multiple: the number of rows is ``bucket(needed, row_multiple)``; the rows of a micro-batch, say.
+      min_rows: what is needed at least.
       rows: the exact number of rows, instead of the bucket.
       pad_id: token id under padding (never read by a model that masks).
       share_prompt: store a prompt once for a tree (else every trajectory is one plain segment).
@@ -89,7 +91,7 @@ def pack_groups(
     for branches in _branches_of_groups(groups, advantages, length, mask_truncated):
         trees.extend(_trees(branches, length, share_prompt))
     placed = _first_fit([tree.size for tree in trees], length)
-    num_rows = bucket(len(placed), row_multiple) if rows is None else rows
+    num_rows = bucket(max(len(placed), min_rows), row_multiple) if rows is None else rows
     if len(placed) > num_rows:
         raise ValueError(
             f"{len(trees)} trees need {len(placed)} rows of {length} tokens, got rows={num_rows}; "

@@ -28,6 +28,11 @@ from rlvr_jax.types import Completion, SamplingParams
 MIN_ROWS_OF_A_CPU = 40
 
 
+def min_rows(mesh: jax.sharding.Mesh) -> int:
+    """Fewest samples a device should decode together, for log-probabilities that are the trainer's bit for bit."""
+    return MIN_ROWS_OF_A_CPU if mesh.devices.flat[0].platform == "cpu" else 1
+
+
 class Engine:
     """Samples from the policy.
 
@@ -114,9 +119,7 @@ class Engine:
         while rows < num_prompts:
             rows *= 2
         rows = min(rows, self._prompts_per_call(num_samples))
-        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
-        least = -(-MIN_ROWS_OF_A_CPU // num_samples) * shards if on_cpu else 1
-        return max(rows, least)
+        return max(rows, -(-min_rows(self.mesh) // num_samples) * shards)
 
     def _dispatch(
         self,

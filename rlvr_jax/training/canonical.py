@@ -198,6 +198,7 @@ def ppo_objective(
         list(np.asarray(advantages)),
         length=key_bucket(packing.row_length(groups, row_length)),
         row_multiple=micro_rows or learner.num_shards,
+        min_rows=learner.min_rows,
         mask_truncated=mask_truncated,
     )
     reference = None if ref_model is None else learner.place(ref_model.params)

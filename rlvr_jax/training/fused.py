@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -22,11 +23,12 @@ from jax.experimental import io_callback
 from jax.typing import ArrayLike
 
 from rlvr_jax.algorithms.shaping import filter_groups, overlong_penalty
-from rlvr_jax.distributed.sharding import replicated, row_sharding, spec
+from rlvr_jax.distributed.sharding import constrain, replicated, row_sharding, spec
 from rlvr_jax.envs.single_turn import Judge, make_trajectory, request_id, response_text
 from rlvr_jax.errors import ConfigError
 from rlvr_jax.models.attention import key_bucket
 from rlvr_jax.models.decoder import STRICT, Params
+from rlvr_jax.rollout.engine import min_rows
 from rlvr_jax.rollout.generate import Rollout, generate
 from rlvr_jax.text.chat import ChatTemplate
 from rlvr_jax.text.tokenizer import Tokenizer
@@ -45,7 +47,6 @@ from rlvr_jax.types import (
 # client, all threads of which may be waiting in this very callback when there are several devices. Smaller ones are
 # copied at once.
 PIECE = 1 << 14  # int32s
-FusedStep = Callable[..., tuple[TrainState, Metrics, list[Group]]]
 
 
 def lay_out(prompts: jax.Array, prompt_lengths: jax.Array, rollout: Rollout) -> TrainBatch:
@@ -94,6 +95,20 @@ def lay_out(prompts: jax.Array, prompt_lengths: jax.Array, rollout: Rollout) -> 
         behavior_logprobs=row(0.0, rollout.logprobs),
         ref_logprobs=zero,
     )
+
+
+def resize(tree: Any, *, rows: int, num_shards: int) -> Any:
+    """Arrays [num_shards * p, ...] -> [num_shards * rows, ...]: each shard's rows are cut, or filled up with zeros.
+
+    No data moves between the shards.
+    """
+
+    def one(x: jax.Array) -> jax.Array:
+        x = x.reshape(num_shards, -1, *x.shape[1:])[:, :rows]
+        x = jnp.pad(x, [(0, 0), (0, rows - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
+        return constrain(x.reshape(-1, *x.shape[2:]), "rows", *[None] * (x.ndim - 2))
+
+    return jax.tree.map(one, tree)
 
 
 def groups_with_signal(
@@ -258,6 +273,84 @@ def judge_on_host(
     )(rows, tokens, lengths)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class FusedStep:
+    """The program and its host side. ``make_fused_step`` makes it."""
+
+    learner: Learner
+    chat: ChatTemplate
+    host: HostJudge
+    params: SamplingParams
+    group_size: int
+    _program: Callable[..., tuple[TrainState, Metrics, Rollout]]
+
+    @property
+    def num_compiles(self) -> int:
+        """How many shapes of the program were compiled so far."""
+        return self._program._cache_size()  # pyright: ignore[reportFunctionMemberAccess]
+
+    def __call__(
+        self,
+        state: TrainState,
+        reference: Params | None,
+        tasks: Sequence[Task],
+        *,
+        step: int,
+        kl_coef: float,
+    ) -> tuple[TrainState, Metrics, list[Group]]:
+        """Samples, judges and updates once; returns (state, metrics, groups). The state is donated.
+
+        Raises:
+          ValueError: a number of tasks that does not divide over the mesh, or a prompt past the context.
+        """
+        mesh, params, max_length = self.learner.mesh, self.params, self.learner.model.max_length
+        check_divides(len(tasks), self.learner.num_shards)
+        prompts = [self.chat.render_ids(task.prompt) for task in tasks]
+        longest = max(map(len, prompts))
+        if longest + params.max_tokens > max_length:
+            raise ValueError(
+                f"a prompt has {longest} tokens; with max_tokens={params.max_tokens} that is past the model's "
+                f"context of {max_length}: shorten the prompt or lower max_tokens"
+            )
+        tokens = np.zeros((len(tasks), key_bucket(longest)), np.int32)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : len(prompt)] = prompt
+        lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+        ids = np.array([request_id(step, task) for task in tasks], np.uint32)
+        numbers = np.arange(len(tasks), dtype=np.int32)
+        arrays = jax.device_put((tokens, lengths, ids, numbers), row_sharding(mesh))
+        scalars = jax.device_put((np.uint32(params.seed), np.float32(kl_coef)), replicated(mesh))
+        self.host.begin(tasks)
+        with jax.set_mesh(mesh):
+            state, metrics, rollout = self._program(state, reference, *arrays, *scalars)
+        rollout = jax.device_get(rollout)
+        return state, metrics, self._groups(tasks, prompts, rollout, step)
+
+    def _groups(
+        self, tasks: Sequence[Task], prompts: Sequence[list[int]], rollout: Any, step: int
+    ) -> list[Group]:
+        """What was sampled (a ``Rollout`` of NumPy arrays) and judged, as the staged schedule has it."""
+        groups = []
+        for row, task in enumerate(tasks):
+            trajectories = tuple(
+                make_trajectory(
+                    prompts[row],
+                    Completion(
+                        tokens=rollout.tokens[row, g, : rollout.lengths[row, g]].copy(),
+                        logprobs=rollout.logprobs[row, g, : rollout.lengths[row, g]].copy(),
+                        stop_reason="stop" if rollout.stopped[row, g] else "length",
+                        policy_version=step,
+                    ),
+                    rewards=self.host.rewards[row][g],
+                    index=g,
+                    text=self.host.texts[row][g],
+                )
+                for g in range(self.group_size)
+            )
+            groups.append(Group(task=task, trajectories=trajectories, step=step))
+        return groups
+
+
 def make_fused_step(
     learner: Learner,
     *,
@@ -270,17 +363,16 @@ def make_fused_step(
     mask_truncated: bool,
     deadline_s: float,
 ) -> FusedStep:
-    """``fused_step(state, reference, tasks, step=, kl_coef=)`` -> (state, metrics, groups); donates the state.
+    """Jits the program; it compiles once a shape.
 
     Args:
       overlong_buffer: tokens before ``params.max_tokens`` from which a response loses score; 0 for none.
       mask_truncated: do not train on responses that ran out of tokens.
       deadline_s: for the verdicts of one shard of the rows.
-
-    Raises:
-      ValueError: (when called) a number of tasks that does not divide over the mesh, or a prompt past the context.
     """
     mesh, config, model = learner.mesh, learner.config, learner.model
+    num_shards = learner.num_shards
+    sized = functools.partial(resize, num_shards=num_shards)
     host = HostJudge(judge, tokenizer, mesh, deadline_s=deadline_s)
 
     def program(
@@ -293,12 +385,19 @@ def make_fused_step(
         seed: jax.Array,
         kl_coef: jax.Array,
     ) -> tuple[TrainState, Metrics, Rollout]:
-        P = prompts.shape[0]
+        # Rows that only fill up, where fewer would add up in another order: not the trainer's, when sampling, and not
+        # the sampler's, when training.
+        own = prompts.shape[0] // num_shards
+        sampled = max(own, -(-min_rows(mesh) // group_size))
+        trained_on = max(own, learner.min_rows // num_shards)
+        padded, padded_lengths, padded_ids = sized(
+            (prompts, prompt_lengths, request_ids), rows=sampled
+        )
         rollout = generate(
             state.params,
-            prompts,
-            prompt_lengths,
-            request_ids,
+            padded,
+            padded_lengths,
+            padded_ids,
             seed,
             config=model,
             num_samples=group_size,
@@ -308,19 +407,23 @@ def make_fused_step(
             dtype=jnp.dtype(config.dtype),
         )
 
-        scores, scored = judge_on_host(host, mesh, rows, rollout.tokens, rollout.lengths)
+        rollout = sized(rollout, rows=own)
+        verdicts = judge_on_host(host, mesh, rows, rollout.tokens, rollout.lengths)
+        prompts, prompt_lengths, samples, (scores, scored) = sized(
+            (prompts, prompt_lengths, rollout, verdicts), rows=trained_on
+        )
         # Whom the staged schedule packs: judged samples of groups with signal, on the score before any shaping.
         judged = (
             scored & groups_with_signal(scores, scored, adv_estimator=config.adv_estimator)[:, None]
         )
-        trained = judged & rollout.stopped if mask_truncated else judged
+        trained = judged & samples.stopped if mask_truncated else judged
         if overlong_buffer:
             scores += overlong_penalty(
-                rollout.lengths,
+                samples.lengths,
                 max_response_length=params.max_tokens,
                 buffer_length=overlong_buffer,
             )
-        batch = lay_out(prompts, prompt_lengths, rollout)
+        batch = lay_out(prompts, prompt_lengths, samples)
         of_sample = trained.reshape(-1)[jnp.maximum(batch.sample_ids, 0)] & (batch.sample_ids >= 0)
         batch = dataclasses.replace(batch, loss_mask=jnp.where(of_sample, batch.loss_mask, 0.0))
         num_targets = group_size * params.max_tokens
@@ -328,73 +431,29 @@ def make_fused_step(
             batch = with_reference(
                 batch, reference, model=model, config=config, num_targets=num_targets
             )
-        batch = with_advantages(batch, scores, judged, kl_coef, config=config)
+        [batch] = with_advantages([batch], [scores], [judged], kl_coef, config=config)
         state, metrics = update(
             state,
             batch,
             model=model,
             optimizer=learner.optimizer,
             config=config,
-            num_shards=learner.num_shards,
+            num_shards=num_shards,
             num_targets=num_targets,
-            num_samples=P * group_size,
+            num_samples=scores.size,
         )
         return state, metrics, rollout
 
-    rows_sharding, whole = row_sharding(mesh), replicated(mesh)
-    jitted = jax.jit(
-        program,
-        donate_argnums=0,
-        out_shardings=(learner.shardings, whole, rows_sharding),
-        compiler_options=STRICT,
+    return FusedStep(
+        learner=learner,
+        chat=chat,
+        host=host,
+        params=params,
+        group_size=group_size,
+        _program=jax.jit(
+            program,
+            donate_argnums=0,
+            out_shardings=(learner.shardings, replicated(mesh), row_sharding(mesh)),
+            compiler_options=STRICT,
+        ),
     )
-
-    def fused_step(
-        state: TrainState,
-        reference: Params | None,
-        tasks: Sequence[Task],
-        *,
-        step: int,
-        kl_coef: float,
-    ) -> tuple[TrainState, Metrics, list[Group]]:
-        check_divides(len(tasks), learner.num_shards)
-        prompts = [chat.render_ids(task.prompt) for task in tasks]
-        longest = max(map(len, prompts))
-        if longest + params.max_tokens > model.max_length:
-            raise ValueError(
-                f"a prompt has {longest} tokens; with max_tokens={params.max_tokens} that is past the model's "
-                f"context of {model.max_length}: shorten the prompt or lower max_tokens"
-            )
-        tokens = np.zeros((len(tasks), key_bucket(longest)), np.int32)
-        for row, prompt in enumerate(prompts):
-            tokens[row, : len(prompt)] = prompt
-        lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-        ids = np.array([request_id(step, task) for task in tasks], np.uint32)
-        numbers = np.arange(len(tasks), dtype=np.int32)
-        arrays = jax.device_put((tokens, lengths, ids, numbers), rows_sharding)
-        scalars = jax.device_put((np.uint32(params.seed), np.float32(kl_coef)), whole)
-        host.begin(tasks)
-        with jax.set_mesh(mesh):
-            state, metrics, rollout = jitted(state, reference, *arrays, *scalars)
-        rollout = jax.device_get(rollout)
-        groups = []
-        for row, task in enumerate(tasks):
-            trajectories = tuple(
-                make_trajectory(
-                    prompts[row],
-                    Completion(
-                        tokens=rollout.tokens[row, g, : rollout.lengths[row, g]].copy(),
-                        logprobs=rollout.logprobs[row, g, : rollout.lengths[row, g]].copy(),
-                        stop_reason="stop" if rollout.stopped[row, g] else "length",
-                        policy_version=step,
-                    ),
-                    rewards=host.rewards[row][g],
-                    index=g,
-                    text=host.texts[row][g],
-                )
-                for g in range(group_size)
-            )
-            groups.append(Group(task=task, trajectories=trajectories, step=step))
-        return state, metrics, groups
-
-    return fused_step

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -53,6 +53,8 @@ from rlvr_jax.training.step import StepConfig, make_learner, merge_updates
 from rlvr_jax.training.workdir import open_workdir
 from rlvr_jax.trajectories.store import ParquetStore
 from rlvr_jax.types import Group, SamplingParams, Task, TrainBatch
+
+T = TypeVar("T")
 
 
 def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> dict[str, Any]:
@@ -242,15 +244,25 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
                         sampled = sampled + more
                         groups = trainable(sampled, config)
                 with timer("prepare"):
-                    minibatches = [
-                        learner.prepare(
-                            pack(part, config, learner.num_shards),
-                            reference,
-                            scores=shaped_scores(part, config),
-                            kl_coef=kl_controller.coef,
-                        )
-                        for part in split(groups, config.train.num_minibatches)
-                    ]
+                    parts = split(groups, config.train.num_minibatches)
+                    advantages = split(
+                        step_advantages(groups, config), config.train.num_minibatches
+                    )
+                    minibatches = learner.prepare_all(
+                        [
+                            pack(
+                                part,
+                                of_part,
+                                config,
+                                num_shards=learner.num_shards,
+                                min_rows=learner.min_rows,
+                            )
+                            for part, of_part in zip(parts, advantages, strict=True)
+                        ],
+                        reference,
+                        scores=[shaped_scores(part, config) for part in parts],
+                        kl_coef=kl_controller.coef,
+                    )
                 updates = []
                 for _ in range(config.train.num_epochs):
                     for minibatch in minibatches:
@@ -286,7 +298,7 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
                     "kl_coef": kl_controller.coef,
                     "perf/step_s": seconds,
                     "perf/tokens_per_s": num_tokens(sampled) / seconds,
-                    "perf/compiles": learner.num_compiles + engine.num_compiles,
+                    "perf/compiles": sum(p.num_compiles for p in (learner, engine, fused_step)),
                 },
             )
             last = step + 1 == config.num_steps
@@ -457,23 +469,38 @@ def shaped_scores(groups: Sequence[Group], config: ConfigDict) -> np.ndarray:
     return np.pad(scores, ((0, rows), (0, 0)), constant_values=np.nan)
 
 
-def split(groups: Sequence[Group], num_parts: int) -> list[Sequence[Group]]:
+def split(groups: Sequence[T], num_parts: int) -> list[Sequence[T]]:
     """Whole groups in ``num_parts`` parts of about the same size; fewer parts when there are fewer groups."""
     bounds = np.linspace(0, len(groups), num_parts + 1).round().astype(int)
     return [groups[a:b] for a, b in itertools.pairwise(bounds) if b > a]
 
 
-def pack(groups: Sequence[Group], config: ConfigDict, num_shards: int) -> TrainBatch:
-    """Advantages of the groups, and the batch they are trained in."""
+def step_advantages(groups: Sequence[Group], config: ConfigDict) -> list[np.ndarray]:
+    """float32[G] of each group that a step trains on: of all at once, since a baseline may be that of the step."""
+    if not groups:
+        return []
     scores = shaped_scores(groups, config)
     advantages = group_advantages(
         scores, np.isfinite(scores), estimator=config.algorithm.adv_estimator
-    )[: len(groups)]
+    )
+    return list(np.asarray(advantages)[: len(groups)])
+
+
+def pack(
+    groups: Sequence[Group],
+    advantages: Sequence[np.ndarray],
+    config: ConfigDict,
+    *,
+    num_shards: int,
+    min_rows: int,
+) -> TrainBatch:
+    """The batch that groups are trained in, its rows a multiple of the shards or of a micro-batch."""
     return pack_groups(
         groups,
-        list(np.asarray(advantages)),
+        advantages,
         length=key_bucket(row_length(groups, config.train.row_length)),
         row_multiple=config.train.micro_rows or num_shards,
+        min_rows=min_rows,
         mask_truncated=config.algorithm.mask_truncated,
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -220,33 +221,45 @@ def with_reference(
 
 
 def with_advantages(
-    batch: TrainBatch,
-    scores: jax.Array,
-    scored: jax.Array,
+    batches: Sequence[TrainBatch],
+    scores: Sequence[jax.Array],
+    scored: Sequence[jax.Array],
     kl_coef: jax.Array,
     *,
     config: StepConfig,
-) -> TrainBatch:
-    """The batch with advantages of ``score - kl_coef * sum_t log(behavior / ref)``; k1 in the reward is unbiased.
+) -> list[TrainBatch]:
+    """The batches with advantages of ``score - kl_coef * sum_t log(behavior / ref)``; k1 in the reward is unbiased.
 
     Args:
-      batch: with the reference's log-probabilities; ``sample_ids`` index the flattened scores.
-      scores: float32[P, G].
-      scored: bool[P, G], whether there is a verdict.
+      batches: all minibatches of a step, since a baseline may be that of the whole step; with the reference's
+        log-probabilities. ``sample_ids`` index a batch's own flattened scores.
+      scores: float32[P, G] of each.
+      scored: bool[P, G] of each, whether there is a verdict.
       kl_coef: float32[], 0 for none.
     """
     if config.kl_in_reward:
-        penalty = kl_penalty_by_sample(
-            batch.behavior_logprobs,
-            batch.ref_logprobs,
-            batch.loss_mask,
-            batch.sample_ids,
-            num_samples=scores.size,
+        penalties = [
+            kl_penalty_by_sample(
+                batch.behavior_logprobs,
+                batch.ref_logprobs,
+                batch.loss_mask,
+                batch.sample_ids,
+                num_samples=of_batch.size,
+            ).reshape(of_batch.shape)
+            for batch, of_batch in zip(batches, scores, strict=True)
+        ]
+        scores = [s - kl_coef * penalty for s, penalty in zip(scores, penalties, strict=True)]
+    advantages = group_advantages(
+        jnp.concatenate(scores), jnp.concatenate(scored), estimator=config.adv_estimator
+    )
+    bounds = list(itertools.accumulate(len(of_batch) for of_batch in scores))[:-1]
+    return [
+        dataclasses.replace(
+            batch,
+            advantages=spread_by_sample(part.reshape(-1), batch.loss_mask, batch.sample_ids),
         )
-        scores = scores - kl_coef * penalty.reshape(scores.shape)
-    advantages = group_advantages(scores, scored, estimator=config.adv_estimator)
-    spread = spread_by_sample(advantages.reshape(-1), batch.loss_mask, batch.sample_ids)
-    return dataclasses.replace(batch, advantages=spread)
+        for batch, part in zip(batches, jnp.split(advantages, bounds), strict=True)
+    ]
 
 
 class Minibatch(NamedTuple):
@@ -268,12 +281,21 @@ class Learner:
     config: StepConfig
     _update: Callable[..., tuple[TrainState, Metrics]]
     _with_reference: Callable[..., TrainBatch]
-    _with_advantages: Callable[..., TrainBatch]
+    _with_advantages: Callable[..., list[TrainBatch]]
 
     @property
     def num_shards(self) -> int:
         """Over how many shards the rows of a batch are spread."""
         return num_row_shards(self.mesh)
+
+    @property
+    def min_rows(self) -> int:
+        """Fewest rows of a batch whose log-probabilities are the sampler's, bit for bit.
+
+        XLA:CPU adds up a dot with the keys of a single row in another order than one with those of several.
+        """
+        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
+        return (2 if on_cpu and not self.config.micro_rows else 1) * self.num_shards
 
     def place(self, params: Params) -> Params:
         """Parameters (a reference's, say) on the mesh, sharded like the policy's."""
@@ -287,29 +309,49 @@ class Learner:
         scores: np.ndarray,
         kl_coef: float,
     ) -> Minibatch:
-        """Puts a packed batch on the mesh and adds what needs the device.
+        """``prepare_all`` of a step with a single batch."""
+        [minibatch] = self.prepare_all([batch], reference, scores=[scores], kl_coef=kl_coef)
+        return minibatch
+
+    def prepare_all(
+        self,
+        batches: Sequence[TrainBatch],
+        reference: Params | None,
+        *,
+        scores: Sequence[np.ndarray],
+        kl_coef: float,
+    ) -> list[Minibatch]:
+        """Puts the packed batches of a step on the mesh and adds what needs the device.
 
         Args:
-          batch: NumPy, rows a multiple of ``num_shards``.
+          batches: NumPy, rows a multiple of ``num_shards``.
           reference: frozen parameters; needed with ``use_reference``.
-          scores: float[P, G], NaN where there is no verdict; read when the KL goes into the reward.
+          scores: float[P, G] of each, NaN where there is no verdict; read when the KL goes into the reward.
           kl_coef: of that KL.
         """
-        bounds = Minibatch(batch, num_targets_of(batch), int(scores.size))
-        batch = jax.device_put(batch, row_sharding(self.mesh))
+        bounds = [
+            Minibatch(batch, num_targets_of(batch), int(of_batch.size))
+            for batch, of_batch in zip(batches, scores, strict=True)
+        ]
+        placed = [jax.device_put(batch, row_sharding(self.mesh)) for batch in batches]
         with jax.set_mesh(self.mesh):
             if self.config.use_reference:
-                batch = self._with_reference(batch, reference, num_targets=bounds.num_targets)
-            if self.config.kl_in_reward:
+                placed = [
+                    self._with_reference(batch, reference, num_targets=bound.num_targets)
+                    for batch, bound in zip(placed, bounds, strict=True)
+                ]
+            if self.config.kl_in_reward and placed:
                 whole = replicated(self.mesh)
-                scored = np.isfinite(scores)
-                batch = self._with_advantages(
-                    batch,
-                    jax.device_put(np.where(scored, scores, 0).astype(np.float32), whole),
-                    jax.device_put(scored, whole),
-                    jax.device_put(np.float32(kl_coef), whole),
+                scored = [np.isfinite(of_batch) for of_batch in scores]
+                known = [
+                    np.where(has, of_batch, 0).astype(np.float32)
+                    for has, of_batch in zip(scored, scores, strict=True)
+                ]
+                placed = self._with_advantages(
+                    placed,
+                    *jax.device_put((known, scored, np.float32(kl_coef)), whole),
                 )
-        return bounds._replace(batch=batch)
+        return [bound._replace(batch=batch) for bound, batch in zip(bounds, placed, strict=True)]
 
     def train_step(self, state: TrainState, minibatch: Minibatch) -> tuple[TrainState, Metrics]:
         """One update. The state is donated: use the one returned. Nothing moves between host and device."""

@@ -114,6 +114,19 @@ def test_parsing_is_repeatable_and_reads_no_global_argv(path, monkeypatch):
     assert (second.seed, second.mesh) == (0, (3,))
 
 
+def test_modules_of_ones_own_are_imported_before_the_config(path, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("own_flags.py").write_text("VALUE = 7")
+    file = pathlib.Path(path)
+    file.write_text(f"import own_flags\n{SOURCE}".replace('"seed": 0', '"seed": own_flags.VALUE'))
+    flags = ["--config", path, "--workdir", "x", "--import", "own_flags"]
+    assert parse(*flags).config.seed == 7
+    sys.modules.pop("own_flags")
+    with pytest.raises(ConfigError, match="--import not_there: No module named 'not_there'"):
+        parse(*flags, "--import", "not_there")
+
+
 def test_a_command_may_add_flags_of_its_own(path):
     parser = config_parser("rlvr sweep", "sweeps")
     parser.add_argument("--dry-run", action="store_true")

@@ -138,6 +138,15 @@ def test_finished_runs_are_left_out_until_their_settings_change(fake, capsys):
     assert starts(argv, "name=good") == 3
 
 
+def test_modules_of_ones_own_are_imported_here_and_in_every_run(fake, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "counted.py").write_text("open('imports', 'a').write('x')")
+    assert main([*fake({"seed": [0, 1]}), "--import", "counted"]) == 0
+    assert (tmp_path / "imports").read_text() == "xxx"
+    sys.modules.pop("counted")
+
+
 def test_a_wrong_setting_in_the_grid_shows_before_any_run(fake):
     argv = fake([{"name": "good"}, {"optimiser.learning_rate": 1.0}])
     with pytest.raises(ConfigError, match=r"unknown config key 'optimiser\.learning_rate'"):

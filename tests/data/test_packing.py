@@ -255,6 +255,7 @@ def test_rows_are_rounded_up_to_a_bucket_or_are_what_is_asked():
     pack = lambda **kwargs: pack_groups(groups, advantages, length=4, **kwargs).tokens.shape  # noqa: E731
     assert pack() == (6, 4)
     assert pack(row_multiple=4) == (8, 4)
+    assert pack(row_multiple=2, min_rows=7) == (8, 4)
     assert pack(rows=7) == (7, 4)
     with pytest.raises(
         ValueError, match=r"5 trees need 5 rows of 4 tokens, got rows=4; raise rows to 5"

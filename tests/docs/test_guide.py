@@ -25,7 +25,7 @@ def blocks(language: str) -> list[str]:
 def commands() -> list[list[str]]:
     """The ``rlvr`` command lines of the guide, in order, without ``rlvr`` itself."""
     lines = [line for block in blocks("bash") for line in block.splitlines()]
-    words = [shlex.split(line.removeprefix("PYTHONPATH=. "), comments=True) for line in lines]
+    words = [shlex.split(line, comments=True) for line in lines]
     return [line[1:] for line in words if line[:1] == ["rlvr"]]
 
 

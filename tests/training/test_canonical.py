@@ -141,7 +141,13 @@ def test_a_step_is_the_trainers_update_bit_for_bit(policy, mesh):
     learner = make_learner(policy.config, adamw, mesh, shardings, step_config)
     state = init_state(policy.config, policy.params, adamw, mesh, seed=0)
     minibatch = learner.prepare(
-        trainer.pack(loss.groups, config, learner.num_shards),
+        trainer.pack(
+            loss.groups,
+            trainer.step_advantages(loss.groups, config),
+            config,
+            num_shards=learner.num_shards,
+            min_rows=learner.min_rows,
+        ),
         reference.params,
         scores=SCORES,
         kl_coef=0.0,

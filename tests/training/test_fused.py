@@ -21,14 +21,17 @@ from rlvr_jax.metrics import read_metrics
 from rlvr_jax.models.decoder import abstract_params
 from rlvr_jax.models.policy_head import LogitTransform
 from rlvr_jax.rewards.pool import VerifierPool
+from rlvr_jax.rollout import generate as rollout
 from rlvr_jax.tasks.splits import draw
 from rlvr_jax.text.byte_level import byte_level_tokenizer
-from rlvr_jax.training import rl
+from rlvr_jax.training import fused, rl
+from rlvr_jax.training import step as step_module
 from rlvr_jax.training.fused import (
     HostJudge,
     groups_with_signal,
     judge_on_host,
     make_fused_step,
+    resize,
 )
 from rlvr_jax.training.policy import TINY, load_pretrained
 from rlvr_jax.training.state import OptimizerConfig, init_state, make_optimizer, state_shardings
@@ -91,6 +94,38 @@ def test_three_fused_steps_give_the_tokens_and_params_of_three_staged_ones(
             assert fused_record[name] == pytest.approx(record[name], abs=1e-4), name
     moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), params, load_pretrained(TINY).params)
     assert min(jax.tree.leaves(moved)) > 1e-3  # so that being the same says something
+
+
+def test_few_samples_a_device_are_sampled_and_trained_on_alike(tmp_path, monkeypatch):
+    """One prompt and two samples: fewer rows than XLA:CPU adds up in one order. Rows that only fill up are dropped."""
+    monkeypatch.setattr(rl, "make_mesh", one_device)
+    sampled, trained_on = [], []
+
+    def generate(params, prompts, *args, **kwargs):
+        sampled.append(len(prompts) * kwargs["num_samples"])
+        return rollout.generate(params, prompts, *args, **kwargs)
+
+    def update(state, batch, **kwargs):
+        trained_on.append(len(batch.tokens))
+        return step_module.update(state, batch, **kwargs)
+
+    monkeypatch.setattr(fused, "generate", generate)
+    monkeypatch.setattr(fused, "update", update)
+    settings = {"tasks__tasks_per_step": 1, "rollout__group_size": 2, "num_steps": 2}
+    rl.train(override(get_config(), schedule="fused", **settings), tmp_path)
+    records = read_metrics(tmp_path)
+    assert (sampled, trained_on) == ([40], [2])
+    assert max(record["logprob_delta_max"] for record in records) < 1e-6
+    assert [record["num_groups"] for record in records] == [1, 1]
+    # The program was compiled once, and the engine's once for the held-out answers.
+    assert [record["perf/compiles"] for record in records] == [2, 2]
+
+
+def test_rows_of_each_shard_are_cut_or_filled_up():
+    rows = np.arange(1, 9, dtype=np.int32).reshape(4, 2)
+    more = resize({"x": rows}, rows=3, num_shards=2)["x"]
+    np.testing.assert_array_equal(more, [[1, 2], [3, 4], [0, 0], [5, 6], [7, 8], [0, 0]])
+    np.testing.assert_array_equal(resize(more, rows=1, num_shards=2), [[1, 2], [5, 6]])
 
 
 class Program(NamedTuple):

@@ -123,7 +123,13 @@ def test_one_gradient_is_that_of_the_real_trainer(samples):
         StepConfig(objective=rl.objective_config(config), transform=LogitTransform.of(sampling)),
     )
     prepared = learner.prepare(
-        rl.pack(groups, config, 1),
+        rl.pack(
+            groups,
+            rl.step_advantages(groups, config),
+            config,
+            num_shards=1,
+            min_rows=learner.min_rows,
+        ),
         learner.place(start),
         scores=rl.shaped_scores(groups, config),
         kl_coef=0.0,

@@ -16,8 +16,10 @@ from rlvr_jax.distributed.mesh import make_mesh
 from rlvr_jax.errors import MismatchError
 from rlvr_jax.metrics import read_metrics
 from rlvr_jax.models.decoder import abstract_params
+from rlvr_jax.models.policy_head import LogitTransform
 from rlvr_jax.training import rl
 from rlvr_jax.training.policy import TINY, load_pretrained
+from rlvr_jax.training.step import StepConfig, with_advantages
 from rlvr_jax.trajectories.store import ParquetStore
 from rlvr_jax.types import Group, Reward, Trajectory
 from tests.training.toys import REPOSITORY, get_config, override
@@ -30,6 +32,10 @@ def one_device():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rl, "make_mesh", lambda **_: make_mesh(devices=jax.devices()[:1]))
         yield
+
+
+def pack(groups, config):
+    return rl.pack(groups, rl.step_advantages(groups, config), config, num_shards=1, min_rows=1)
 
 
 def params_of(workdir):
@@ -127,7 +133,7 @@ def test_answers_without_a_verdict_are_counted_and_not_trained_on(tmp_path, one_
         record["reward/mean"] * record["reward/scored_frac"]
     )
     assert record["update_skipped"] == 0
-    batch = rl.pack(groups, get_config(), 1)
+    batch = pack(groups, get_config())
     trained = set(np.unique(batch.sample_ids[np.asarray(batch.loss_mask) > 0]).tolist())
     assert trained == {index for index, t in enumerate(trajectories) if t.scored}
 
@@ -143,6 +149,55 @@ def test_with_a_learning_rate_of_zero_nothing_moves_and_ratios_are_one(tmp_path,
         assert record["clip_frac"] == 0
         assert record["kl"] == pytest.approx(0.0, abs=1e-6)
         assert record["mismatch_kl"] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_every_epoch_of_a_step_compares_with_what_sampled(tmp_path, one_device):
+    """The old log-probabilities of PPO are those of the sampler, in every epoch and minibatch."""
+    _, [record] = run(
+        tmp_path,
+        train__num_epochs=2,
+        train__num_minibatches=2,
+        optimizer__learning_rate=0.0,
+        num_steps=1,
+    )
+    assert record["updates"] == 4
+    assert record["ratio_max"] == pytest.approx(1.0, abs=1e-6)
+    assert record["clip_frac"] == 0
+
+
+@pytest.mark.parametrize("kl_in_reward", [False, True])
+def test_a_baseline_of_the_batch_is_that_of_the_step_and_not_of_a_minibatch(kl_in_reward):
+    config = override(
+        get_config(), algorithm__adv_estimator="reinforce_plus_plus", train__num_minibatches=2
+    )
+    groups = [group(1.0, 0.75), group(0.25, 0.0)]  # apart, both halves would look the same
+    found = np.concatenate(rl.step_advantages(groups, config))
+    expected = (np.array([1, 0.75, 0.25, 0]) - 0.5) / np.std([1, 0.75, 0.25, 0], ddof=1)
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    parts = [rl.shaped_scores(part, config) for part in rl.split(groups, 2)]
+    batches = [
+        rl.pack(part, [np.zeros(2)], config, num_shards=1, min_rows=1)
+        for part in rl.split(groups, 2)
+    ]
+    step_config = StepConfig(
+        objective=rl.objective_config(config),
+        transform=LogitTransform(),
+        adv_estimator="reinforce_plus_plus",
+        kl_in_reward=kl_in_reward,
+    )
+    # All log-probabilities are 0 here, of the reference too: the KL is, and the scores stay what they are.
+    batches = with_advantages(
+        batches,
+        [np.nan_to_num(scores) for scores in parts],
+        [np.isfinite(scores) for scores in parts],
+        np.float32(1.0),
+        config=step_config,
+    )
+    for batch, values in zip(batches, (expected[:2], expected[2:]), strict=True):
+        for sample, value in enumerate(values):
+            of_sample = np.asarray(batch.advantages)[batch.sample_ids == sample]
+            np.testing.assert_allclose(of_sample[of_sample != 0], value, rtol=1e-4)
+            assert np.any(of_sample != 0)
 
 
 def test_epochs_and_minibatches_are_that_many_updates(tmp_path, one_device):
@@ -170,7 +225,7 @@ def test_a_group_of_one_learns_from_the_baseline_of_the_batch(tmp_path, one_devi
         num_steps=1,
     )
     assert record["updates"] == 1
-    assert record["policy_loss"] != 0
+    assert record["grad_norm"] > 0
     assert record["dropped/zero_variance_groups"] == 0
 
 

@@ -358,3 +358,12 @@ def test_micro_batches_that_do_not_divide_are_refused_with_the_numbers(
     run = Run(tiny_config, params, reference, optimizer=ADAM, micro_rows=3)
     with pytest.raises(ValueError, match=r"8 rows must be divisible by train.micro_rows \(3\)"):
         run(batch_of(tiny_config))
+
+
+def test_on_a_cpu_every_device_gets_two_rows_unless_a_micro_batch_has_one(tiny_config):
+    mesh = make_mesh(data=4, fsdp=2)
+    for micro_rows, expected in ((0, 16), (8, 8)):
+        config = dataclasses.replace(CONFIG, micro_rows=micro_rows)
+        shardings = state_shardings(tiny_config, ADAM, mesh)
+        learner = make_learner(tiny_config, ADAM, mesh, shardings, config)
+        assert (learner.num_shards, learner.min_rows) == (8, expected)
