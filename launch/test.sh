@@ -46,5 +46,5 @@ check ruff check .
 check ruff format --check .
 check basedpyright --pythonpath .venv/bin/python
 check lint-imports --no-logo
-check shellcheck launch/*.sh .ci/run
+check shellcheck launch/*.sh launch/gke/*.sh .ci/run
 check python -m pytest "${pytest_args[@]}"
