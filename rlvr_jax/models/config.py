@@ -3,14 +3,66 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How RoPE's frequencies are stretched for contexts longer than the first pretraining's; formulas in ``rope.py``.
+
+    Attributes:
+      kind: ``linear`` and ``dynamic`` (NTK) use ``factor`` alone; ``llama3``, ``yarn`` and ``longrope`` what follows.
+      factor: new length / old length.
+      original_length: of the first pretraining, in tokens.
+      attention_factor: by which cos and sin are multiplied (``yarn``, ``longrope``).
+      low_frequency_factor, high_frequency_factor: of ``llama3``.
+      beta_fast, beta_slow, truncate: of ``yarn``.
+      short_factors, long_factors: a divisor for each frequency (``longrope``), up to ``original_length`` and beyond.
+    """
+
+    kind: Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
+    factor: float
+    original_length: int = 0
+    attention_factor: float = 1.0
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Numbers that fix the maths of the decoder. Letters: V, D, F, N, K, H, L of the house style.
+    """Numbers that fix the maths of the decoder. Letters: V, D, F, N, K, H, L, E of the house style.
+
+    The defaults are the llama layout; every other family sets some of the fields below the first block.
+
+    Attributes:
+      family: the published layout (``families.FAMILIES``) that the weights are saved in; no maths.
+      max_length: the context, in tokens. It chooses among RoPE's frequencies where these depend on it (``rope.py``).
+      rope_scaling: None for plain RoPE.
+      partial_rotary_factor: the part of each head that is rotated, from its start.
+      nope_layers: layers that are not rotated at all.
+      sliding_window: keys that a token of a local layer sees, itself included.
+      local_layers: which layers are local.
+      local_rope_theta: base of the local layers' RoPE, never scaled; None for that of all layers.
+      qkv_bias, o_bias, mlp_bias: whether these projections add a bias.
+      qk_norm: RMS norm of queries and keys before RoPE: of each ``head``, or over ``all`` heads at once.
+      pre_norm, post_norm: whether attention and MLP have a norm before, and after (both: sandwich norms).
+      norm_plus_one: norms multiply by 1 + scale.
+      activation: of the gate.
+      embed_scale: by which embeddings are multiplied, rounded to the activations' dtype.
+      attn_scale_dim: scores are divided by its square root; None for H.
+      attn_softcap, final_softcap: scores and logits become cap * tanh(x / cap); 0 for neither.
+      num_experts: E, of every layer; 0 for a dense MLP.
+      experts_per_token: how many of them each token is sent to.
+      norm_expert_weights: whether the weights of a token's experts add up to 1.
+      router_loss_coef: published weight of the load-balancing loss.
 
     Raises:
-      ValueError: when num_heads is not a multiple of num_kv_heads.
+      ValueError: when num_heads is not a multiple of num_kv_heads, or fields contradict one another.
     """
 
     vocab_size: int
@@ -25,19 +77,69 @@ class ModelConfig:
     max_length: int = 2048
     tie_embeddings: bool = True
 
+    family: str = "llama"
+    rope_scaling: RopeScaling | None = None
+    partial_rotary_factor: float = 1.0
+    nope_layers: tuple[int, ...] = ()
+    sliding_window: int = 0
+    local_layers: tuple[int, ...] = ()
+    local_rope_theta: float | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: Literal["none", "head", "all"] = "none"
+    pre_norm: bool = True
+    post_norm: bool = False
+    norm_plus_one: bool = False
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    embed_scale: float = 1.0
+    attn_scale_dim: int | None = None
+    attn_softcap: float = 0.0
+    final_softcap: float = 0.0
+    num_experts: int = 0
+    experts_per_token: int = 0
+    norm_expert_weights: bool = True
+    router_loss_coef: float = 0.0
+
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})"
             )
+        for name in ("local_layers", "nope_layers"):
+            outside = [layer for layer in getattr(self, name) if not 0 <= layer < self.num_layers]
+            if outside:
+                raise ValueError(
+                    f"{name} has {outside}; expected layers from 0 to {self.num_layers - 1} (num_layers)"
+                )
+        if self.local_layers and self.sliding_window < 1:
+            raise ValueError(
+                f"local_layers need a sliding_window of at least 1; got {self.sliding_window}"
+            )
+        if not self.pre_norm and not self.post_norm:
+            raise ValueError("pre_norm and post_norm are both off; expected at least one of them")
+        if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
+            raise ValueError(
+                f"experts_per_token is {self.experts_per_token}; expected 1 to num_experts ({self.num_experts})"
+            )
+
+    @property
+    def attn_scale(self) -> float | None:
+        """By which scores are multiplied; None for H^-0.5."""
+        return None if self.attn_scale_dim is None else self.attn_scale_dim**-0.5
 
     @property
     def num_params(self) -> int:
         """Number of parameters, tied embeddings counted once."""
-        attention = 2 * self.embed_dim * (self.num_heads + self.num_kv_heads) * self.head_dim
-        layer = attention + 3 * self.embed_dim * self.mlp_dim + 2 * self.embed_dim
+        D, F, E = self.embed_dim, self.mlp_dim, self.num_experts
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        attention = 2 * D * (q + kv) + self.qkv_bias * (q + 2 * kv) + self.o_bias * D
+        attention += {"none": 0, "head": 2 * self.head_dim, "all": q + kv}[self.qk_norm]
+        mlp = 3 * D * F + self.mlp_bias * (2 * F + D)
+        mlp = E * mlp + E * D if E else mlp
+        norms = 2 * D * (self.pre_norm + self.post_norm)
         heads = 1 if self.tie_embeddings else 2
-        return heads * self.vocab_size * self.embed_dim + self.num_layers * layer + self.embed_dim
+        return heads * self.vocab_size * D + self.num_layers * (attention + mlp + norms) + D
 
 
 SMOLLM2_135M = ModelConfig(

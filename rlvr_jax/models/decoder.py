@@ -1,8 +1,9 @@
-"""The one decoder: pre-norm transformer with grouped-query attention, RoPE and SwiGLU, on flat tokens [N, D].
+"""The one decoder of all families, on flat tokens [N, D]: embedding, layers stacked on axis 0, final norm, head.
 
-Trainer, prefill and decode run the same ``Layer``; only ``attend`` differs (which keys a query looks at) and whether
-the layers are scanned (training, prefill: compile time does not grow with depth) or unrolled (decode: a scan would
-copy every weight at every token). Parameters are float32 masters; activations have the dtype of ``dtype``.
+What a layer does is in ``layers.py``; which of its parts a model has, in its ``ModelConfig``. Trainer, prefill and
+decode run the same ``Layer``; only ``attend`` differs (which keys a query looks at) and whether the layers are scanned
+(training, prefill: compile time does not grow with depth) or unrolled (decode: a scan would copy every weight at every
+token). Parameters are float32 masters; activations have the dtype of ``dtype``.
 
 ``init_params`` makes the nested dict of parameters, ``bind`` turns such a dict back into the module:
 
@@ -30,24 +31,34 @@ from rlvr_jax.models.attention import (
     row_masks,
 )
 from rlvr_jax.models.config import ModelConfig
-from rlvr_jax.models.rope import rotary, rotate
+from rlvr_jax.models.layers import Attend, AttentionRule, Layer, RMSNorm, init_kernel
+from rlvr_jax.models.rope import Table, layer_tables
 
 Params = Any  # nested dict of arrays
-# (q [N, heads, H], k [N, K, H], v [N, K, H], cache of the layer) -> (out [N, heads, H], cache)
-Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 
-# Logical axes of every parameter; distributed.sharding maps them to mesh axes.
+# Logical axes of every parameter that a model may have; distributed.sharding maps them to mesh axes.
 PARAM_AXES: dict[str, tuple[str | None, ...]] = {
     "embed/embedding": ("vocab", "embed"),
     "layers/attn_norm/scale": ("layers", None),
+    "layers/attn_post_norm/scale": ("layers", None),
     "layers/attn/q": ("layers", "embed", "heads"),
     "layers/attn/k": ("layers", "embed", "kv_heads"),
     "layers/attn/v": ("layers", "embed", "kv_heads"),
     "layers/attn/o": ("layers", "heads", "embed"),
+    "layers/attn/q_bias": ("layers", "heads"),
+    "layers/attn/k_bias": ("layers", "kv_heads"),
+    "layers/attn/v_bias": ("layers", "kv_heads"),
+    "layers/attn/o_bias": ("layers", None),
+    "layers/attn/q_norm/scale": ("layers", None),
+    "layers/attn/k_norm/scale": ("layers", None),
     "layers/mlp_norm/scale": ("layers", None),
+    "layers/mlp_post_norm/scale": ("layers", None),
     "layers/mlp/gate": ("layers", "embed", "mlp"),
     "layers/mlp/up": ("layers", "embed", "mlp"),
     "layers/mlp/down": ("layers", "mlp", "embed"),
+    "layers/mlp/gate_bias": ("layers", "mlp"),
+    "layers/mlp/up_bias": ("layers", "mlp"),
+    "layers/mlp/down_bias": ("layers", None),
     "final_norm/scale": (None,),
     "head/kernel": ("embed", "vocab"),
 }
@@ -56,85 +67,13 @@ PARAM_AXES: dict[str, tuple[str | None, ...]] = {
 # where it likes, which differs from program to program: 3e-2 nats between sampler and trainer.
 STRICT: dict[str, Any] = {"xla_allow_excess_precision": False}
 
+NO_WINDOW = 1 << 30  # of a layer that sees all keys, in a model where others do not
+
 REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
     "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "none": None,
 }
-
-
-def matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """x @ kernel in x's dtype, accumulated in float32 and rounded once."""
-    product = jnp.dot(x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
-    return product.astype(x.dtype)
-
-
-def _kernel(rngs: nnx.Rngs, fan_in: int, fan_out: int) -> nnx.Param:
-    return nnx.Param(jax.random.normal(rngs.params(), (fan_in, fan_out)) * fan_in**-0.5)
-
-
-class RMSNorm(nnx.Module):
-    """x / rms(x) * scale, float32 inside (Zhang & Sennrich 2019)."""
-
-    def __init__(self, dim: int, eps: float) -> None:
-        self.scale = nnx.Param(jnp.ones((dim,)))
-        self.eps = eps
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + self.eps)
-        return (normed * self.scale[...][None, :]).astype(x.dtype)
-
-
-class Attention(nnx.Module):
-    """Projections around ``attend``."""
-
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
-        c = self.config = config
-        self.q = _kernel(rngs, c.embed_dim, c.num_heads * c.head_dim)
-        self.k = _kernel(rngs, c.embed_dim, c.num_kv_heads * c.head_dim)
-        self.v = _kernel(rngs, c.embed_dim, c.num_kv_heads * c.head_dim)
-        self.o = _kernel(rngs, c.num_heads * c.head_dim, c.embed_dim)
-
-    def __call__(
-        self, x: jax.Array, rope: tuple[jax.Array, jax.Array], attend: Attend, cache: Any
-    ) -> tuple[jax.Array, Any]:
-        H = self.config.head_dim
-        q = rotate(matmul(x, self.q[...]).reshape(x.shape[0], -1, H), *rope)
-        k = rotate(matmul(x, self.k[...]).reshape(x.shape[0], -1, H), *rope)
-        v = matmul(x, self.v[...]).reshape(x.shape[0], -1, H)
-        out, cache = attend(q, k, v, cache)
-        return matmul(out.reshape(x.shape[0], -1), self.o[...]), cache
-
-
-class MLP(nnx.Module):
-    """SwiGLU: down(silu(gate x) * up x) (Shazeer 2020)."""
-
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
-        self.gate = _kernel(rngs, config.embed_dim, config.mlp_dim)
-        self.up = _kernel(rngs, config.embed_dim, config.mlp_dim)
-        self.down = _kernel(rngs, config.mlp_dim, config.embed_dim)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        gate = jax.nn.silu(matmul(x, self.gate[...]).astype(jnp.float32)).astype(x.dtype)
-        return matmul(gate * matmul(x, self.up[...]), self.down[...])
-
-
-class Layer(nnx.Module):
-    """One pre-norm block."""
-
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
-        self.attn_norm = RMSNorm(config.embed_dim, config.norm_eps)
-        self.attn = Attention(config, rngs=rngs)
-        self.mlp_norm = RMSNorm(config.embed_dim, config.norm_eps)
-        self.mlp = MLP(config, rngs=rngs)
-
-    def __call__(
-        self, x: jax.Array, rope: tuple[jax.Array, jax.Array], attend: Attend, cache: Any
-    ) -> tuple[jax.Array, Any]:
-        attended, cache = self.attn(self.attn_norm(x), rope, attend, cache)
-        x = constrain(x + attended, "rows", None)
-        return constrain(x + self.mlp(self.mlp_norm(x)), "rows", None), cache
 
 
 class Embed(nnx.Module):
@@ -149,7 +88,7 @@ class Head(nnx.Module):
     """Output projection of untied models."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
-        self.kernel = _kernel(rngs, config.embed_dim, config.vocab_size)
+        self.kernel = init_kernel(rngs, config.embed_dim, config.vocab_size)
 
 
 class Decoder(nnx.Module):
@@ -165,7 +104,7 @@ class Decoder(nnx.Module):
             return Layer(config, rngs=rngs)
 
         self.layers = stack(rngs)
-        self.final_norm = RMSNorm(config.embed_dim, config.norm_eps)
+        self.final_norm = RMSNorm(config.embed_dim, config)
         if not config.tie_embeddings:
             self.head = Head(config, rngs=rngs)
 
@@ -192,17 +131,18 @@ class Decoder(nnx.Module):
           (dtype[N, D], what ``attend`` returned, stacked).
         """
         chex.assert_rank([tokens, positions], 1)
-        rope = rotary(positions, self.config.head_dim, self.config.rope_theta)
+        of_layer, all_alike = self._rules(positions)
         graphdef, stacked = nnx.split(self.layers)
 
-        def body(x: jax.Array, layer_and_cache: tuple[Any, Any]) -> tuple[jax.Array, Any]:
-            state, cache = layer_and_cache
-            return nnx.merge(graphdef, state)(x, rope, attend, cache)
+        def body(x: jax.Array, of_scan: tuple[Any, Any, Any]) -> tuple[jax.Array, Any]:
+            state, cache, index = of_scan
+            rope, rule = of_layer(0 if index is None else index)
+            return nnx.merge(graphdef, state)(x, rope, attend, rule, cache)
 
         if remat != "none":
             body = jax.checkpoint(body, policy=REMAT_POLICIES[remat], prevent_cse=False)
-        x = constrain(self.embed.embedding[...].astype(dtype)[tokens], "rows", None)
-        x, caches = jax.lax.scan(body, x, (stacked, caches))
+        index = None if all_alike else jnp.arange(self.config.num_layers)
+        x, caches = jax.lax.scan(body, self._embedded(tokens, dtype), (stacked, caches, index))
         return self.final_norm(x), caches
 
     def unrolled(
@@ -216,13 +156,48 @@ class Decoder(nnx.Module):
         dtype: Any = jnp.float32,
     ) -> tuple[jax.Array, list[Any]]:
         """The same maths with ``layers`` from ``unstack``, one after another, for decoding."""
-        rope = rotary(positions, self.config.head_dim, self.config.rope_theta)
-        x = constrain(self.embed.embedding[...].astype(dtype)[tokens], "rows", None)
+        of_layer, _ = self._rules(positions)
+        x = self._embedded(tokens, dtype)
         new_caches = []
-        for layer, cache in zip(layers, caches, strict=True):
-            x, cache = layer(x, rope, attend, cache)
+        for index, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
+            rope, rule = of_layer(index)
+            x, cache = layer(x, rope, attend, rule, cache)
             new_caches.append(cache)
         return self.final_norm(x), new_caches
+
+    def _embedded(self, tokens: jax.Array, dtype: Any) -> jax.Array:
+        x = self.embed.embedding[...].astype(dtype)[tokens]
+        if self.config.embed_scale != 1.0:
+            x = x * jnp.asarray(self.config.embed_scale, dtype)
+        return constrain(x, "rows", None)
+
+    def _rules(
+        self, positions: jax.Array
+    ) -> tuple[Callable[[int | jax.Array], tuple[Table, AttentionRule]], bool]:
+        """RoPE and rule of a layer by its index (an int, or int32[] in a scan), and whether all layers' are alike."""
+        c = self.config
+        tables, table_of = layer_tables(c, positions)
+        windows = [
+            c.sliding_window if layer in c.local_layers else NO_WINDOW
+            for layer in range(c.num_layers)
+        ]
+
+        def of_layer(index: int | jax.Array) -> tuple[Table, AttentionRule]:
+            table = _pick(table_of, index)
+            rope = (
+                tables[table]
+                if isinstance(table, int)
+                else jax.tree.map(lambda *leaves: jnp.stack(leaves)[table], *tables)
+            )
+            window = _pick(windows, index)
+            return rope, AttentionRule(
+                scale=c.attn_scale,
+                softcap=c.attn_softcap,
+                window=None if isinstance(window, int) and window == NO_WINDOW else window,
+                positions=positions,
+            )
+
+        return of_layer, len(tables) == 1 and len(set(windows)) == 1
 
     def unstack(self, dtype: Any) -> list[Layer]:
         """The layers one by one, kernels cast to ``dtype`` and gathered over fsdp: one copy, made once a program."""
@@ -248,8 +223,19 @@ class Decoder(nnx.Module):
         """float32[N, V] from dtype[N, D]; the head is float32 in every compute dtype."""
         wide = hidden.astype(jnp.float32)
         if self.config.tie_embeddings:
-            return jax.lax.dot_general(wide, self.embed.embedding[...], (((1,), (1,)), ((), ())))
-        return jnp.dot(wide, self.head.kernel[...])
+            table = self.embed.embedding[...]
+            logits = jax.lax.dot_general(wide, table, (((1,), (1,)), ((), ())))
+        else:
+            logits = jnp.dot(wide, self.head.kernel[...])
+        cap = self.config.final_softcap
+        return cap * jnp.tanh(logits / cap) if cap else logits
+
+
+def _pick(values: Sequence[int], index: int | jax.Array) -> int | jax.Array:
+    """values[index]; an int when the index is one, or all values are the same."""
+    if isinstance(index, int) or len(set(values)) == 1:
+        return values[index if isinstance(index, int) else 0]
+    return jnp.asarray(values, jnp.int32)[index]
 
 
 @functools.lru_cache
@@ -280,9 +266,16 @@ def attend_rows(segment_ids: jax.Array, prefix_ids: jax.Array) -> Attend:
     masks = row_masks(segment_ids, prefix_ids)
     B = segment_ids.shape[0]
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+    def attend(
+        q: jax.Array, k: jax.Array, v: jax.Array, cache: Any, rule: AttentionRule | None = None
+    ) -> tuple[jax.Array, Any]:
         k, v = by_head(k, B), by_head(v, B)
-        return grouped_query_attention(q, [KeyValues(k, v, mask) for mask in masks]), cache
+        if rule is None:
+            return grouped_query_attention(q, [KeyValues(k, v, mask) for mask in masks]), cache
+        at = rule.positions.reshape(B, -1)
+        stretches = [KeyValues(k, v, rule.near(mask, at, at)) for mask in masks]
+        out = grouped_query_attention(q, stretches, scale=rule.scale, softcap=rule.softcap)
+        return out, cache
 
     return attend
 

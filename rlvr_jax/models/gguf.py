@@ -40,11 +40,13 @@ class GgufFile:
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
         field = reader.fields.get("general.architecture")
         architecture = None if field is None else field.contents()
-        if architecture not in FAMILIES:
+        readable = [name for name, family in FAMILIES.items() if family.from_gguf is not None]
+        if architecture not in readable:
             raise WeightsError(
-                f"{path} is of architecture {architecture!r}; expected one of {sorted(FAMILIES)}"
+                f"{path} is of architecture {architecture!r}; expected one of {sorted(readable)}"
             )
         self.family = FAMILIES[architecture]
+        assert self.family.from_gguf is not None
         prefix = f"{architecture}."
         settings = {
             name.removeprefix(prefix): field.contents()

@@ -32,6 +32,9 @@ class HuggingFaceDirectory:
 
     def __init__(self, path: Path) -> None:
         settings = _read_object(path / "config.json")
+        files = _tensor_files(path)
+        if settings.get("model_type") == "gemma3":
+            settings, files = _text_part(settings, files)
         model_type = settings.get("model_type")
         if model_type not in FAMILIES:
             raise WeightsError(
@@ -39,7 +42,7 @@ class HuggingFaceDirectory:
             )
         self.family = FAMILIES[model_type]
         self._config = self.family.from_hf(settings)
-        self._files = {name: _open(file) for name, file in _tensor_files(path).items()}
+        self._files = {name: (_open(file), key) for name, (file, key) in files.items()}
 
     @property
     def config(self) -> ModelConfig:
@@ -53,7 +56,8 @@ class HuggingFaceDirectory:
         return tensor.hf
 
     def shape(self, name: str) -> tuple[int, ...]:
-        entry = self._files[name].get_slice(name)
+        file, key = self._files[name]
+        entry = file.get_slice(key)
         if entry.get_dtype() not in _FLOATS:
             raise WeightsError(
                 f"tensor {name} has dtype {entry.get_dtype()}; expected one of {sorted(_FLOATS)}: "
@@ -62,11 +66,33 @@ class HuggingFaceDirectory:
         return tuple(entry.get_shape())
 
     def read(self, name: str, tensor: Tensor) -> np.ndarray:
-        return self._files[name].get_tensor(name)
+        file, key = self._files[name]
+        return file.get_tensor(key)
 
 
-def _tensor_files(path: Path) -> dict[str, Path]:
-    """Tensor name -> the file it is in."""
+def _text_part(
+    settings: dict[str, Any], files: dict[str, tuple[Path, str]]
+) -> tuple[dict[str, Any], dict[str, tuple[Path, str]]]:
+    """Of a model that sees images too, the settings and tensors of its text model, named as those of a text model."""
+    known = {
+        *("architectures", "model_type", "text_config", "vision_config", "mm_tokens_per_image"),
+        *("boi_token_index", "eoi_token_index", "image_token_index"),
+    }
+    text = {key: value for key, value in settings.items() if key not in known}
+    text |= settings.get("text_config") or {}
+    named = {}
+    for name, place in files.items():
+        if "vision_tower." in name or "multi_modal_projector." in name:
+            continue
+        for prefix in ("language_model.model.", "model.language_model."):
+            if name.startswith(prefix):
+                name = "model." + name.removeprefix(prefix)
+        named[name.removeprefix("language_model.")] = place
+    return text | {"model_type": "gemma3_text", "architectures": None}, named
+
+
+def _tensor_files(path: Path) -> dict[str, tuple[Path, str]]:
+    """Tensor name -> the file it is in, and its name there."""
     if (path / _INDEX).is_file():
         weight_map = _read_object(path / _INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
@@ -82,9 +108,10 @@ def _tensor_files(path: Path) -> dict[str, Path]:
             raise WeightsError(
                 f"{_INDEX} names tensors that their files do not hold: {listed(moved)}; copy the files again"
             )
-        return {name: path / file for file, names in shards.items() for name in names}
+        return {name: (path / file, name) for file, names in shards.items() for name in names}
     if (path / _SAFETENSORS).is_file():
-        return dict.fromkeys(_open(path / _SAFETENSORS).keys(), path / _SAFETENSORS)
+        names = _open(path / _SAFETENSORS).keys()
+        return {name: (path / _SAFETENSORS, name) for name in names}
     raise WeightsError(
         f"{path} has neither {_SAFETENSORS} nor {_INDEX}; expected safetensors. Other kinds are converted once with "
         "transformers: AutoModelForCausalLM.from_pretrained(dir).save_pretrained(dir)"

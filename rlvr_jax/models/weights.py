@@ -10,11 +10,12 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import json
+import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -22,7 +23,7 @@ from numpy.typing import DTypeLike
 from rlvr_jax.errors import WeightsError
 from rlvr_jax.models.config import ModelConfig
 from rlvr_jax.models.decoder import abstract_params
-from rlvr_jax.models.families import LLAMA, Family, Tensor
+from rlvr_jax.models.families import FAMILIES, Family, Tensor
 from rlvr_jax.models.gguf import GgufFile
 from rlvr_jax.models.huggingface import HuggingFaceDirectory, listed, write_safetensors
 
@@ -41,7 +42,7 @@ class Source(Protocol):
     def names(self) -> set[str]: ...
 
     def name_of(self, tensor: Tensor) -> str:
-        """The name of a parameter in this kind of file, ``{layer}`` standing for the layer."""
+        """The name of a parameter in this kind of file, ``{layer}`` and ``{expert}`` standing for their indices."""
         ...
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -98,17 +99,18 @@ def load_weights(
         )
     config = source.config
     shapes = param_shapes(config)
-    _check_complete(source, shapes, path)
+    parts = _file_parts(source.family, source.name_of, shapes)
+    _check_complete(source, parts, path)
     if config.tie_embeddings:
         _check_tied_head(source, path)
-    params: dict[str, np.ndarray] = {}
-    for tensor in source.family.tensors:
-        if tensor.path not in shapes:
-            continue  # the head of a tied model
-        params[tensor.path] = array = np.empty(shapes[tensor.path], dtype)
-        for name, target in _entries(source.name_of(tensor), array, tensor):
-            weight = source.read(name, tensor)
-            target[...] = weight.T if tensor.transpose else weight
+    params = {name: np.empty(shape, dtype) for name, shape in shapes.items()}
+    for name, in_file in parts.items():
+        weight = source.read(name, in_file[0].tensor)
+        start = 0
+        for part in in_file:
+            piece = weight[start : start + part.shape[0]]
+            start += part.shape[0]
+            params[part.tensor.path][part.index] = piece.T if part.tensor.transpose else piece
     return config, _nest(params)
 
 
@@ -142,6 +144,7 @@ def save_weights(
         raise WeightsError(
             f"{path} exists and is not an empty directory; expected a new one: choose another path or remove it"
         )
+    family = FAMILIES[config.family]
     flat, shapes = _flatten(params), param_shapes(config)
     got = {name: tuple(array.shape) for name, array in flat.items()}
     if got != shapes:
@@ -153,12 +156,12 @@ def save_weights(
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     partial.mkdir(parents=True)
     try:
-        write_safetensors(partial, _layout(flat), max_shard_bytes)
+        write_safetensors(partial, _layout(family, flat), max_shard_bytes)
         files = dict(tokenizer_files or {})
         generation = json.loads(files.get("generation_config.json", "{}"))
         special_ids = ("bos_token_id", "eos_token_id", "pad_token_id")
         settings = {
-            **LLAMA.to_hf(config),
+            **family.to_hf(config),
             "torch_dtype": str(flat["embed/embedding"].dtype),
             **{name: generation.get(name) for name in special_ids},
         }
@@ -193,38 +196,67 @@ def _packaged_model(name: str) -> Path:
     return weights[0]
 
 
-def _entries(template: str, array: np.ndarray, tensor: Tensor) -> Iterator[tuple[str, np.ndarray]]:
-    """Pairs each name in the file with its part of the parameter, a layer or all of it."""
-    if not tensor.stacked:
-        yield template, array[...]
-        return
-    for layer in range(len(array)):
-        yield template.format(layer=layer), array[layer]
+class _Part(NamedTuple):
+    """A parameter's rows in a tensor of a file.
+
+    index: of the parameter's leading axes (layer, expert); shape: the rows, in the file's orientation.
+    """
+
+    tensor: Tensor
+    index: tuple[int, ...]
+    shape: tuple[int, ...]
 
 
-def _layout(flat: Mapping[str, Any]) -> list[tuple[str, int, Callable[[], np.ndarray]]]:
-    """What to write, in the order of the family's table: name, size and the array in torch's orientation."""
-    entries = []
-    for tensor in LLAMA.tensors:
-        if tensor.path in flat:
-            array = np.asarray(flat[tensor.path])
-            for name, part in _entries(tensor.hf, array, tensor):
-                oriented = part.T if tensor.transpose else part
-                entries.append((name, part.nbytes, functools.partial(np.asarray, oriented)))
-    return entries
-
-
-def _check_complete(source: Source, shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
-    expected: dict[str, tuple[int, ...]] = {}
-    optional: set[str] = set()
-    for tensor in source.family.tensors:
+def _file_parts(
+    family: Family, name_of: Callable[[Tensor], str], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, list[_Part]]:
+    """What each tensor of the file holds: one parameter's values, or the rows of several, one after another."""
+    parts: dict[str, list[_Part]] = {}
+    for tensor in family.tensors:
         if tensor.path not in shapes:
-            optional.add(source.name_of(tensor))
-            continue
-        shape = shapes[tensor.path][1:] if tensor.stacked else shapes[tensor.path]
-        shape = shape[::-1] if tensor.transpose else shape
-        layers = range(source.config.num_layers) if tensor.stacked else (0,)
-        expected |= {source.name_of(tensor).format(layer=layer): shape for layer in layers}
+            continue  # the head of a tied model; biases that this one has not
+        shape = shapes[tensor.path]
+        own = shape[tensor.num_indices :]
+        own = own[::-1] if tensor.transpose else own
+        for index in np.ndindex(shape[: tensor.num_indices]):
+            named = dict(zip(("layer", "expert"), index, strict=False))
+            parts.setdefault(name_of(tensor).format(**named), []).append(_Part(tensor, index, own))
+    return parts
+
+
+def _file_shape(in_file: Sequence[_Part]) -> tuple[int, ...]:
+    return (sum(part.shape[0] for part in in_file), *in_file[0].shape[1:])
+
+
+def _layout(
+    family: Family, flat: Mapping[str, Any]
+) -> list[tuple[str, int, Callable[[], np.ndarray]]]:
+    """What to write: name, size and the array in torch's orientation."""
+    shapes = {path: array.shape for path, array in flat.items()}
+    arrays = {path: np.asarray(array) for path, array in flat.items()}
+
+    def tensor_of(in_file: Sequence[_Part]) -> np.ndarray:
+        pieces = [arrays[part.tensor.path][part.index] for part in in_file]
+        oriented = [
+            piece.T if part.tensor.transpose else piece
+            for part, piece in zip(in_file, pieces, strict=True)
+        ]
+        return oriented[0] if len(oriented) == 1 else np.concatenate(oriented)
+
+    return [
+        (
+            name,
+            math.prod(_file_shape(in_file)) * arrays[in_file[0].tensor.path].dtype.itemsize,
+            functools.partial(tensor_of, in_file),
+        )
+        for name, in_file in _file_parts(family, lambda tensor: tensor.hf, shapes).items()
+    ]
+
+
+def _check_complete(source: Source, parts: Mapping[str, Sequence[_Part]], path: Path) -> None:
+    expected = {name: _file_shape(in_file) for name, in_file in parts.items()}
+    # A tied model may come with its head.
+    optional = {source.name_of(t) for t in source.family.tensors if t.path == "head/kernel"}
     names = source.names()
     problems = {
         "missing": sorted(expected.keys() - names),

@@ -20,7 +20,7 @@ from rlvr_jax.errors import WeightsError
 from rlvr_jax.models import huggingface
 from rlvr_jax.models.config import SMOLLM2_135M, ModelConfig
 from rlvr_jax.models.decoder import abstract_params, attend_rows, bind
-from rlvr_jax.models.families.llama import config_from_gguf, config_from_hf, config_to_hf
+from rlvr_jax.models.families.llama import LLAMA, config_from_gguf
 from rlvr_jax.models.weights import load_weights, resolve_model, save_weights
 
 UNTIED = ModelConfig(
@@ -215,7 +215,7 @@ def test_params_of_another_model_are_not_saved(
 
 def test_the_configuration_survives_config_json() -> None:
     for config in (SMOLLM2_135M, UNTIED):
-        assert config_from_hf(json.loads(json.dumps(config_to_hf(config)))) == config
+        assert LLAMA.from_hf(json.loads(json.dumps(LLAMA.to_hf(config)))) == config
 
 
 def test_the_published_smollm2_settings_are_understood() -> None:
@@ -229,20 +229,20 @@ def test_the_published_smollm2_settings_are_understood() -> None:
         "tie_word_embeddings": True, "torch_dtype": "bfloat16", "transformers.js_config": {"dtype": "q8"},
         "transformers_version": "4.42.3", "use_cache": True, "vocab_size": 49152,
     }  # fmt: skip
-    assert config_from_hf(settings) == SMOLLM2_135M
+    assert LLAMA.from_hf(settings) == SMOLLM2_135M
 
 
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"attention_bias": True}, "attention_bias=True"),
-        ({"mlp_bias": True}, "mlp_bias=True"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"hidden_act": "relu2"}, "hidden_act='relu2'"),
         ({"rope_interleaved": True}, "rope_interleaved=True"),
         ({"sliding_window": 4096}, "sliding_window=4096"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "llama3"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "yarn"),
+        ({"is_causal": False}, "is_causal=False"),
+        ({"use_mrope": True}, "use_mrope=True"),
+        ({"rope_scaling": {"rope_type": "proportional", "factor": 8.0}}, "proportional"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "expected low_freq_factor, high_freq_factor"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "mrope_section": [1]}}, "mrope_section unknown"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
@@ -254,7 +254,7 @@ def test_settings_that_change_the_maths_are_refused_by_name(
     change: dict[str, Any], expected: str
 ) -> None:
     with pytest.raises(WeightsError, match=expected):
-        config_from_hf(config_to_hf(UNTIED) | change)
+        LLAMA.from_hf(LLAMA.to_hf(UNTIED) | change)
 
 
 def test_absent_settings_have_the_defaults_of_transformers() -> None:
@@ -265,8 +265,8 @@ def test_absent_settings_have_the_defaults_of_transformers() -> None:
         "num_hidden_layers",
         "num_attention_heads",
     )
-    full = config_to_hf(UNTIED)
-    config = config_from_hf({name: full[name] for name in needed})
+    full = LLAMA.to_hf(UNTIED)
+    config = LLAMA.from_hf({name: full[name] for name in needed})
     assert (config.num_kv_heads, config.head_dim, config.rope_theta) == (6, 8, 10000.0)
     assert (config.norm_eps, config.max_length, config.tie_embeddings) == (1e-6, 2048, False)
 
