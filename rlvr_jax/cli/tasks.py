@@ -43,10 +43,8 @@ def _verifier_names(domain: Domain) -> list[str]:
 
 def list_domains(args: argparse.Namespace) -> int:
     """Prints the domains whose names begin with a prefix, or that a group stands for."""
-    names = [name for name in DOMAINS if name.startswith(args.prefix)] or expand_domains(
-        args.prefix
-    )
-    domains = [DOMAINS.get(name) for name in names]
+    found = [name for name in DOMAINS if name.startswith(args.prefix)]
+    domains = [DOMAINS.get(name) for name in found or expand_domains(args.prefix)]
     if args.json:
         facts = [
             {
@@ -62,12 +60,13 @@ def list_domains(args: argparse.Namespace) -> int:
         ]
         _print_json(facts)
         return 0
-    width = max(len(name) for name in names)
-    print(f"{'domain':<{width}}  levels  {'verifiers':<14}  description")
-    for domain in domains:
-        verifiers = ", ".join(_verifier_names(domain))
+    width = max(len(domain.name) for domain in domains)
+    verifiers = [", ".join(_verifier_names(domain)) for domain in domains]
+    room = max(map(len, ["verifiers", *verifiers]))
+    print(f"{'domain':<{width}}  levels  {'verifiers':<{room}}  description")
+    for domain, names in zip(domains, verifiers, strict=True):
         print(
-            f"{domain.name:<{width}}  {domain.num_levels:>6}  {verifiers:<14}  {domain.description}"
+            f"{domain.name:<{width}}  {domain.num_levels:>6}  {names:<{room}}  {domain.description}"
         )
     for family in DOMAINS.families.values():
         for name, reason in family.excluded.items():

@@ -3,7 +3,16 @@
 Importing this enters every verifier in ``VERIFIERS``; what a verifier needs beyond numpy is imported when it runs.
 """
 
-from rlvr_jax.rewards import exact, format, json_schema, maths, numeric, reasoning_gym, regex
+from rlvr_jax.rewards import (
+    exact,
+    format,
+    json_schema,
+    maths,
+    numeric,
+    reasoning_gym,
+    regex,
+    similarity,
+)
 from rlvr_jax.rewards.pool import VerifierPool
 from rlvr_jax.rewards.registry import VERIFIERS, VerifierSpec
 
@@ -18,4 +27,5 @@ __all__ = [
     "numeric",
     "reasoning_gym",
     "regex",
+    "similarity",
 ]

@@ -13,7 +13,6 @@ _OPENING = "([{\"'“‘«"
 _CLOSING = ".,;:!?)]}\"'”’»"
 
 
-@VERIFIERS.register("exact")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exact:
     """1.0 if the response's answer equals ``task.answer`` (or any of its items, when it is a list), else 0.0.
@@ -38,10 +37,11 @@ class Exact:
         answer = extract(response, self.mode)
         if answer is None:
             return 0.0
-        answer = self._normalise(answer)
-        return float(any(answer == self._normalise(str(gold)) for gold in accepted_answers(task)))
+        answer = self.normalise(answer)
+        return float(any(answer == self.normalise(str(gold)) for gold in accepted_answers(task)))
 
-    def _normalise(self, text: str) -> str:
+    def normalise(self, text: str) -> str:
+        """The text as it is compared."""
         text = unicodedata.normalize("NFC", text).strip()
         if self.ignore_case:
             text = text.casefold()
@@ -49,3 +49,6 @@ class Exact:
             pieces = (word.lstrip(_OPENING).rstrip(_CLOSING) for word in text.split(" "))
             text = " ".join(piece for piece in pieces if piece)
         return " ".join(text.split()) if self.ignore_whitespace else text
+
+
+VERIFIERS.register("exact")(Exact)  # not as a decorator, which would leave no type to inherit from

@@ -63,6 +63,7 @@ def test_the_tiny_quickstart_runs_and_shows_what_it_came_to(tmp_path, capsys, on
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert set(summary) >= {"domains", "mean_before", "mean_after", "seconds", "steps", "seed"}
     assert (summary["seed"], summary["steps"]) == (3, 4)
+    assert all(record["updates"] == 1 for record in read_metrics(tmp_path))
     for row in summary["domains"].values():
         assert set(row) == {"before", "after", "n"}
     assert summary["device"]

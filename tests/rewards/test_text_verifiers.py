@@ -11,6 +11,7 @@ from rlvr_jax.rewards.exact import Exact
 from rlvr_jax.rewards.format import Format
 from rlvr_jax.rewards.json_schema import JsonSchema
 from rlvr_jax.rewards.regex import Regex
+from rlvr_jax.rewards.similarity import Similarity, edit_distance
 from rlvr_jax.types import Message, Task
 
 
@@ -222,3 +223,42 @@ def test_json_schema_checks_formats():
     verifier = JsonSchema(schema={"type": "string", "format": "date"})
     assert verifier(task(), '"2024-02-29"') == 1.0
     assert verifier(task(), '"2024-02-30"') == 0.0
+
+
+def test_edit_distance_is_that_of_the_textbook():
+    for a, b, distance in (
+        ("", "", 0),
+        ("", "abc", 3),
+        ("abc", "", 3),
+        ("kitten", "sitting", 3),
+        ("flaw", "lawn", 2),
+        ("intention", "execution", 5),
+    ):
+        assert edit_distance(a, b) == edit_distance(b, a) == distance
+
+
+@pytest.mark.parametrize(
+    ("gold", "response", "params", "score"),
+    [
+        ("tall monkey", "tall monkey", {}, 1.0),
+        ("tall monkey", " tall  monkey\n", {}, 1.0),
+        ("tall", "ball", {}, 0.75),
+        ("tall", "TALL", {}, 0.0),
+        ("tall", "TALL", {"ignore_case": True}, 1.0),
+        ("tall", "tall.", {}, 0.8),
+        ("tall", "tall.", {"ignore_punctuation": True}, 1.0),
+        ("tall", "", {}, 0.0),
+        (["tall", "ball"], "call", {}, 0.75),
+        ("tall", "tall", {"mode": "boxed"}, 0.0),
+        ("tall", r"so \boxed{tell}", {"mode": "boxed"}, 0.75),
+    ],
+)
+def test_similarity_is_the_share_that_need_not_be_edited(gold, response, params, score):
+    assert Similarity(**params)(task(gold), response) == pytest.approx(score)
+
+
+@given(st.text(max_size=20), st.text(max_size=20))
+def test_similarity_is_1_exactly_where_exact_is(gold, response):
+    value = Similarity()(task(gold), response)
+    assert 0 <= value <= 1
+    assert (value == 1.0) == (Exact()(task(gold), response) == 1.0)

@@ -35,13 +35,15 @@ def score(task: Task, response: str) -> float:
 
 @pytest.mark.parametrize("name", OWN)
 def test_the_gold_answer_scores_1_and_others_0(name):
+    partial = sum(u.weight for u in DOMAINS.get(name).verifiers if u.name == "similarity")
+    assert partial < 0.5
     for task in tasks_of(name):
         assert score(task, task.answer) == 1.0
         assert score(task, f" {task.answer}\n") == 1.0
         is_number = task.answer.lstrip("-").isdigit()
         after = f", or {int(task.answer) + 1}" if is_number else " zzz"
         for wrong in ("", "zzz", task.answer + after, task.answer + "1", "The answer is unknown."):
-            assert score(task, wrong) == 0.0, (task, wrong)
+            assert score(task, wrong) <= partial, (task, wrong)
         if is_number:  # a sentence around the number is welcome, a later number is the answer
             assert score(task, f"That makes {task.answer}.") == 1.0
 

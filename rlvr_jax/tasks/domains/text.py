@@ -38,6 +38,11 @@ WORDS = tuple(_WORDS.split())
 ANSWER_ONLY = "Answer with one word only."
 WORDS_ONLY = "Answer with the words only."
 SAME_CASE = (VerifierUse(name="exact", params={"ignore_punctuation": True}),)
+# Partial credit where an answer is long, and one that is nearly right is on the way.
+NEARLY = (
+    VerifierUse(name="exact", weight=0.8, params={"ignore_punctuation": True}),
+    VerifierUse(name="similarity", weight=0.2, params={"ignore_punctuation": True}),
+)
 ANY_CASE = (VerifierUse(name="exact", params={"ignore_punctuation": True, "ignore_case": True}),)
 
 
@@ -123,7 +128,7 @@ def uppercase(level: int, rng: np.random.Generator) -> Draft:
     "text/copy",
     description="one to eight words repeated as they are",
     num_levels=4,
-    verifiers=SAME_CASE,
+    verifiers=NEARLY,
     max_response_tokens=32,
 )
 def copy(level: int, rng: np.random.Generator) -> Draft:
