@@ -6,7 +6,6 @@
     rlvr train --config configs/rl_quickstart.py --config.model=runs/sft/model --workdir runs/rl
 
 The data that come with it are 240 short tasks and their answers, none of them held out from reinforcement learning.
-Hardware, time and held-out loss before and after, of the full config: not measured yet.
 """
 
 from __future__ import annotations
