@@ -136,6 +136,9 @@ def main(argv: Sequence[str]) -> int:
     store = None if args.save is None else ParquetStore(args.save)
     if store is not None and store.steps():
         raise ConfigError(f"--save {args.save} holds answers already; choose a new folder")
+    if args.out is not None:  # what cannot be written shows before the work, not after it
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.open("a").close()
     policy = policy_of(args, run)
     console = rich.console.Console(stderr=True)
     with (
@@ -189,6 +192,5 @@ def main(argv: Sequence[str]) -> int:
     if store is not None:
         store.append(evaluation.groups)
     if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(text + "\n", encoding="utf-8")
     return 0

@@ -66,6 +66,8 @@ class Curriculum:
         max_levels: int | None = None,
     ) -> None:
         self.domains = expand_domains(domains)
+        if isinstance(difficulty, str) and difficulty.isdecimal():  # a config's value is a string
+            difficulty = int(difficulty)
         if isinstance(difficulty, int):
             for name in self.domains:
                 DOMAINS.get(name).check_level(difficulty)
@@ -85,6 +87,11 @@ class Curriculum:
         if max_levels is not None and max_levels < 1:
             raise ValueError(f"max_levels is {max_levels}; expected None or at least 1")
         most = max_levels or sys.maxsize
+        if isinstance(difficulty, int) and difficulty >= most:
+            raise ValueError(
+                f"difficulty is level {difficulty}, and max_levels={max_levels} leaves it out; expected a level below "
+                "max_levels: change config.tasks.difficulty or config.tasks.max_levels"
+            )
         levels = {name: min(DOMAINS.get(name).num_levels, most) for name in self.domains}
         # float64[L] per domain, decayed: successes and trials (scored trajectories), and groups.
         self._successes = {name: np.zeros(n) for name, n in levels.items()}

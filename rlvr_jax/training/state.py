@@ -47,6 +47,9 @@ class OptimizerConfig:
         for name in ("learning_rate", "warmup_steps", "weight_decay", "grad_clip"):
             if getattr(self, name) < 0:
                 raise ValueError(f"optimizer.{name} is {getattr(self, name)}; expected >= 0")
+        for name in ("b1", "b2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"optimizer.{name} is {getattr(self, name)}; expected in [0, 1)")
 
 
 def learning_rate_schedule(config: OptimizerConfig) -> optax.Schedule:

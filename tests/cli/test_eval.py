@@ -121,6 +121,13 @@ def test_a_k_past_the_samples_is_refused_before_the_model_is_loaded(monkeypatch)
         main([*MODEL, "--domains", "text/copy", "--k", "1,8"])
 
 
+def test_a_file_that_cannot_be_written_is_found_before_the_model_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr("rlvr_jax.training.policy.load_policy", None)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        main([*MODEL, "--domains", "text/copy", "--out", str(tmp_path / "file" / "eval.json")])
+
+
 def test_help_gives_examples_and_defaults(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["--help"])

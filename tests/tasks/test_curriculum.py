@@ -308,3 +308,8 @@ def test_task_sampler_refuses_at_once():
         task_sampler([])
     with pytest.raises(ValueError, match="batch_size is 0; expected at least 1"):
         task_sampler("math", batch_size=0)
+
+
+def test_a_level_may_be_given_as_a_config_has_it():
+    tasks = Curriculum("text/copy", difficulty="2").sample(0, 4)  # pyright: ignore[reportArgumentType]
+    assert {task.level for task in tasks} == {2}
