@@ -141,7 +141,7 @@ def test_finished_runs_are_left_out_until_their_settings_change(fake, capsys):
 def test_modules_of_ones_own_are_imported_here_and_in_every_run(fake, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "counted.py").write_text("open('imports', 'a').write('x')")
+    (tmp_path / "counted.py").write_text("with open('imports', 'a') as file:\n    file.write('x')")
     assert main([*fake({"seed": [0, 1]}), "--import", "counted"]) == 0
     assert (tmp_path / "imports").read_text() == "xxx"
     sys.modules.pop("counted")
