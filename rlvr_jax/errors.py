@@ -29,6 +29,14 @@ class MismatchError(RuntimeError):
     """Sampler and trainer disagree on log-probabilities past the configured bound."""
 
 
+class ProcessError(RuntimeError):
+    """Another process of the run was lost, or is not where this one is."""
+
+
+class Preempted(Exception):
+    """The run was told to make room, and has saved what it needs to go on: no failure. The message says up to where."""
+
+
 def require(module: str, extra: str) -> ModuleType:
     """Imports ``module``, or raises ``MissingExtraError`` naming the extra that installs it."""
     try:
