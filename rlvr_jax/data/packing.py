@@ -113,9 +113,7 @@ def pack_groups(
     }
     for row, members in enumerate(placed):
         views = {name: array[row] for name, array in arrays.items()}
-        column, segment = 0, 1
-        for index in members:
-            column, segment = _write(views, trees[index], column, segment, share_prompt)
+        _write_row(views, [trees[index] for index in members], share_prompt)
     return TrainBatch(**arrays)
 
 
@@ -253,32 +251,54 @@ def _first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     return bins
 
 
-def _write(
-    row: dict[str, np.ndarray], tree: _Tree, column: int, segment: int, share_prompt: bool
-) -> tuple[int, int]:
-    """Writes a tree into a row from ``column``; returns the next free column and segment id."""
-    prompt_segment, prompt_size = segment, len(tree.prompt)
-    prompt_end = column + prompt_size
-    span = slice(column, prompt_end)
-    row["tokens"][span] = tree.prompt
-    row["positions"][span] = np.arange(prompt_size)
-    row["segment_ids"][span] = prompt_segment
-    row["parents"][span] = np.arange(column - 1, prompt_end - 1)
-    row["parents"][column] = -1
-    column = prompt_end
-    for branch in tree.branches:
-        span = slice(column, column + branch.size)
-        row["tokens"][span] = branch.tokens
-        row["positions"][span] = np.arange(prompt_size, prompt_size + branch.size)
+def _write_row(row: dict[str, np.ndarray], trees: Sequence[_Tree], share_prompt: bool) -> None:
+    """Writes trees into a row: all prompts, then all responses, so that attention to prompts can end with them."""
+    column = segment = 0
+    shared: list[tuple[_Tree, int, int]] = []  # with its prompt's segment and end
+    for tree in trees:
+        segment += 1
+        column = _write_prompt(row, tree.prompt, column, segment)
         if share_prompt:
+            shared.append((tree, segment, column))
+        else:
+            column = _write_branch(row, tree.branches[0], column, segment, 0, column)
+    for tree, prompt_segment, prompt_end in shared:
+        for branch in tree.branches:
             segment += 1
-            row["prefix_ids"][span] = prompt_segment
-        row["segment_ids"][span] = segment
-        row["parents"][span] = np.arange(column - 1, column + branch.size - 1)
-        row["parents"][column] = prompt_end - 1
-        row["sample_ids"][span] = branch.sample_id
-        row["loss_mask"][span] = branch.response_mask
-        row["advantages"][span] = np.where(branch.response_mask, branch.advantage, 0.0)
-        row["behavior_logprobs"][span] = branch.logprobs
-        column += branch.size
-    return column, segment + 1
+            column = _write_branch(row, branch, column, segment, prompt_segment, prompt_end)
+
+
+def _write_prompt(row: dict[str, np.ndarray], prompt: np.ndarray, column: int, segment: int) -> int:
+    """Returns the next free column."""
+    end = column + len(prompt)
+    span = slice(column, end)
+    row["tokens"][span] = prompt
+    row["positions"][span] = np.arange(len(prompt))
+    row["segment_ids"][span] = segment
+    row["parents"][span] = np.arange(column - 1, end - 1)
+    row["parents"][column] = -1
+    return end
+
+
+def _write_branch(
+    row: dict[str, np.ndarray],
+    branch: _Branch,
+    column: int,
+    segment: int,
+    prefix: int,
+    prompt_end: int,
+) -> int:
+    """Returns the next free column."""
+    end, prompt_size = column + branch.size, len(branch.prompt)
+    span = slice(column, end)
+    row["tokens"][span] = branch.tokens
+    row["positions"][span] = np.arange(prompt_size, prompt_size + branch.size)
+    row["segment_ids"][span] = segment
+    row["prefix_ids"][span] = prefix
+    row["parents"][span] = np.arange(column - 1, end - 1)
+    row["parents"][column] = prompt_end - 1
+    row["sample_ids"][span] = branch.sample_id
+    row["loss_mask"][span] = branch.response_mask
+    row["advantages"][span] = np.where(branch.response_mask, branch.advantage, 0.0)
+    row["behavior_logprobs"][span] = branch.logprobs
+    return end

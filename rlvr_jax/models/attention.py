@@ -51,39 +51,39 @@ def grouped_query_attention(
     K = stretches[0].k.shape[1]
     R = N // K
     scale = H**-0.5 if scale is None else scale
-    # The queries that share a head of keys lie together, [B, K, Q * R, H]: a batched matrix product as it stands.
-    by_head = q.reshape(M, K, R, H).astype(jnp.float32)
     scores = []
     for part in stretches:
-        B, Q, S = part.mask.shape
-        score = jnp.einsum("bkmh,bksh->bkms", _to_rows(by_head, B), part.k.astype(jnp.float32))
-        score = score.reshape(B, K, Q, R, S) * scale
+        B, Q, _ = part.mask.shape
+        score = jnp.einsum(
+            "bqkrh,bksh->bkqrs",
+            q.reshape(B, Q, K, R, H).astype(jnp.float32),
+            part.k.astype(jnp.float32),
+        )
+        score = score * scale
         if softcap:
             score = softcap * jnp.tanh(score / softcap)
         scores.append(jnp.where(part.mask[:, None, :, None, :], score, MASKED))
-    flat = [_to_flat(score.max(-1, keepdims=True), M) for score in scores]
-    top = jax.lax.stop_gradient(functools.reduce(jnp.maximum, flat))  # [M, K, R, 1]
+    flat = [_to_flat(score.max(-1)) for score in scores]
+    top = jax.lax.stop_gradient(functools.reduce(jnp.maximum, flat))  # [M, K, R]
     out = jnp.zeros((M, K, R, H + 1), jnp.float32)
     for score, part in zip(scores, stretches, strict=True):
-        B, Q, S = part.mask.shape
-        weight = jnp.exp(score.reshape(B, K, Q * R, S) - _to_rows(top, B))
+        B, Q, _ = part.mask.shape
+        weight = jnp.exp(score - top.reshape(B, Q, K, R).swapaxes(1, 2)[..., None])
         # The sum of the weights rides along as one more value: a dot adds in the order of the keys, so zeros between
         # them change no bit, while the order of a reduction depends on where in the row the keys lie.
         values = jnp.concatenate([part.v, jnp.ones_like(part.v[..., :1])], -1)
-        out += _to_flat(jnp.einsum("bkms,bksh->bkmh", weight, values.astype(jnp.float32)), M)
+        out += jnp.einsum(
+            "bkqrs,bksh->bqkrh",
+            weight,
+            values.astype(jnp.float32),
+        ).reshape(M, K, R, H + 1)
     return (out[..., :H] / out[..., H:]).reshape(M, N, H).astype(q.dtype)
 
 
-def _to_rows(x: jax.Array, B: int) -> jax.Array:
-    """[B * Q, K, R, X] -> [B, K, Q * R, X]."""
-    _, K, R, X = x.shape
-    return x.reshape(B, -1, K, R, X).swapaxes(1, 2).reshape(B, K, -1, X)
-
-
-def _to_flat(x: jax.Array, M: int) -> jax.Array:
-    """[B, K, Q, R, X] or [B, K, Q * R, X] -> [B * Q, K, R, X], M = B * Q."""
-    B, K, X = x.shape[0], x.shape[1], x.shape[-1]
-    return x.reshape(B, K, M // B, -1, X).swapaxes(1, 2).reshape(M, K, -1, X)
+def _to_flat(x: jax.Array) -> jax.Array:
+    """[B, K, Q, R] -> [B * Q, K, R]."""
+    B, K, Q, R = x.shape
+    return x.swapaxes(1, 2).reshape(B * Q, K, R)
 
 
 def row_masks(segment_ids: jax.Array, prefix_ids: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -8,7 +8,7 @@ fresh sample is 1 whatever the sampling settings.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -81,13 +81,25 @@ def transform_logits(
     return jnp.where(allowed, logits, MASKED)
 
 
+class RowBounds(NamedTuple):
+    """Static facts about the rows of a batch, for which a program is compiled.
+
+    Attributes:
+      num_targets: how many trained tokens a row has at most.
+      prefix_width: see ``attend_rows``.
+    """
+
+    num_targets: int
+    prefix_width: int | None = None
+
+
 def batch_logprobs(
     config: ModelConfig,
     params: Params,
     batch: TrainBatch,
     *,
     transform: LogitTransform,
-    num_targets: int,
+    bounds: RowBounds,
     dtype: Any = jnp.float32,
     remat: str = "none",
 ) -> tuple[jax.Array, jax.Array]:
@@ -96,11 +108,13 @@ def batch_logprobs(
     hidden, _ = model(
         batch.tokens.reshape(-1),
         batch.positions.reshape(-1),
-        attend_rows(batch.segment_ids, batch.prefix_ids),
+        attend_rows(batch.segment_ids, batch.prefix_ids, bounds.prefix_width),
         dtype=dtype,
         remat=remat,
     )
-    return target_logprobs(model, hidden, batch, transform=transform, num_targets=num_targets)
+    return target_logprobs(
+        model, hidden, batch, transform=transform, num_targets=bounds.num_targets
+    )
 
 
 def target_logprobs(

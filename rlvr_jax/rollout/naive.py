@@ -94,7 +94,7 @@ def _next_token(
     columns = jnp.arange(tokens.shape[0], dtype=jnp.int32)
     segment_ids = (columns < length).astype(jnp.int32)[None]
     model = bind(config, params)
-    attend = attend_rows(segment_ids, jnp.zeros_like(segment_ids))
+    attend = attend_rows(segment_ids, jnp.zeros_like(segment_ids), prefix_width=0)
     hidden, _ = model(tokens, columns, attend, dtype=dtype)
     logits = transform_logits(model.logits(hidden[length - 1][None]), transform)
     token, logprob = draw(

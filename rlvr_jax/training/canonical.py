@@ -32,7 +32,7 @@ from rlvr_jax.distributed.sharding import replicated
 from rlvr_jax.models.attention import key_bucket
 from rlvr_jax.models.config import ModelConfig
 from rlvr_jax.models.decoder import STRICT, Params
-from rlvr_jax.models.policy_head import LogitTransform
+from rlvr_jax.models.policy_head import LogitTransform, RowBounds
 from rlvr_jax.training.policy import Policy, Responses
 from rlvr_jax.training.scoring import Rewards, scored_groups
 from rlvr_jax.training.state import OptimizerConfig, init_state, make_optimizer, state_shardings
@@ -91,7 +91,7 @@ class Loss:
                 self._metrics = evaluate(
                     self.policy.params,
                     self.minibatch.batch,
-                    num_targets=self.minibatch.num_targets,
+                    bounds=self.minibatch.bounds,
                     num_samples=self.minibatch.num_samples,
                 )
         return {name: float(value) for name, value in jax.device_get(self._metrics).items()}
@@ -235,7 +235,7 @@ def _programs(
     learner = make_learner(model, nothing, mesh, state_shardings(model, nothing, mesh), config)
 
     def evaluate(
-        params: Params, batch: TrainBatch, *, num_targets: int, num_samples: int
+        params: Params, batch: TrainBatch, *, bounds: RowBounds, num_samples: int
     ) -> Metrics:
         """The metrics of an update that is not made; with its gradient unused, XLA leaves the backward pass out."""
         state = TrainState(
@@ -251,14 +251,14 @@ def _programs(
             optimizer=nothing,
             config=config,
             num_shards=learner.num_shards,
-            num_targets=num_targets,
+            bounds=bounds,
             num_samples=num_samples,
         )
         return {k: v for k, v in metrics.items() if k not in ("grad_norm", "update_skipped")}
 
     return learner, jax.jit(
         evaluate,
-        static_argnames=("num_targets", "num_samples"),
+        static_argnames=("bounds", "num_samples"),
         out_shardings=replicated(mesh),
         compiler_options=STRICT,
     )

@@ -28,6 +28,7 @@ from rlvr_jax.envs.single_turn import Judge, make_trajectory, request_id, respon
 from rlvr_jax.errors import ConfigError
 from rlvr_jax.models.attention import key_bucket
 from rlvr_jax.models.decoder import STRICT, Params
+from rlvr_jax.models.policy_head import RowBounds
 from rlvr_jax.rollout.engine import min_rows
 from rlvr_jax.rollout.generate import Rollout, generate
 from rlvr_jax.text.chat import ChatTemplate
@@ -426,11 +427,9 @@ def make_fused_step(
         batch = lay_out(prompts, prompt_lengths, samples)
         of_sample = trained.reshape(-1)[jnp.maximum(batch.sample_ids, 0)] & (batch.sample_ids >= 0)
         batch = dataclasses.replace(batch, loss_mask=jnp.where(of_sample, batch.loss_mask, 0.0))
-        num_targets = group_size * params.max_tokens
+        bounds = RowBounds(group_size * params.max_tokens, prefix_width=prompts.shape[1])
         if reference is not None:
-            batch = with_reference(
-                batch, reference, model=model, config=config, num_targets=num_targets
-            )
+            batch = with_reference(batch, reference, model=model, config=config, bounds=bounds)
         [batch] = with_advantages([batch], [scores], [judged], kl_coef, config=config)
         state, metrics = update(
             state,
@@ -439,7 +438,7 @@ def make_fused_step(
             optimizer=learner.optimizer,
             config=config,
             num_shards=num_shards,
-            num_targets=num_targets,
+            bounds=bounds,
             num_samples=scores.size,
         )
         return state, metrics, rollout

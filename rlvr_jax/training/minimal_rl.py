@@ -48,7 +48,7 @@ def hidden_states(
     B, T = tokens.shape
     positions = jnp.tile(jnp.arange(T, dtype=jnp.int32), B)
     real = (positions.reshape(B, T) < lengths[:, None]).astype(jnp.int32)
-    attend = attend_rows(real, jnp.zeros_like(real))
+    attend = attend_rows(real, jnp.zeros_like(real), prefix_width=0)
     hidden, _ = bind(model, params)(tokens.reshape(-1), positions, attend)
     return hidden.reshape(B, T, -1)
 

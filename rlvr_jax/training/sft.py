@@ -34,7 +34,7 @@ from rlvr_jax.errors import ConfigError
 from rlvr_jax.metrics import MetricsLogger
 from rlvr_jax.models.config import ModelConfig
 from rlvr_jax.models.decoder import REMAT_POLICIES, STRICT, Params
-from rlvr_jax.models.policy_head import LogitTransform, batch_logprobs
+from rlvr_jax.models.policy_head import LogitTransform, RowBounds, batch_logprobs
 from rlvr_jax.models.weights import save_weights
 from rlvr_jax.training.policy import load_pretrained
 from rlvr_jax.training.state import (
@@ -236,7 +236,7 @@ def negative_log_likelihood(
         params,
         batch,
         transform=LogitTransform(),
-        num_targets=batch.tokens.shape[1],
+        bounds=RowBounds(batch.tokens.shape[1], prefix_width=0),
         dtype=jnp.dtype(dtype),
         remat=remat,
     )

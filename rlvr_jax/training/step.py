@@ -28,10 +28,12 @@ from rlvr_jax.algorithms.objective import (
     rl_objective,
 )
 from rlvr_jax.distributed.mesh import num_row_shards
+from rlvr_jax.distributed.placement import put
 from rlvr_jax.distributed.sharding import replicated, row_sharding
+from rlvr_jax.models.attention import key_bucket
 from rlvr_jax.models.config import ModelConfig
 from rlvr_jax.models.decoder import REMAT_POLICIES, STRICT, Params
-from rlvr_jax.models.policy_head import LogitTransform, batch_logprobs
+from rlvr_jax.models.policy_head import LogitTransform, RowBounds, batch_logprobs
 from rlvr_jax.types import TrainBatch, TrainState
 
 Metrics = dict[str, jax.Array]
@@ -81,7 +83,7 @@ def update(
     optimizer: optax.GradientTransformation,
     config: StepConfig,
     num_shards: int,
-    num_targets: int,
+    bounds: RowBounds,
     num_samples: int,
 ) -> tuple[TrainState, Metrics]:
     """One optimizer step of reinforcement learning on a batch; see ``gradient_step``.
@@ -92,7 +94,7 @@ def update(
       optimizer: optax.
       config: what to compute.
       num_shards: over how many shards the rows are spread; micro-batches take rows from each.
-      num_targets: upper bound of the trained tokens of a row.
+      bounds: of the rows of ``batch``.
       num_samples: upper bound of ``batch.sample_ids`` + 1.
 
     Returns:
@@ -110,7 +112,7 @@ def update(
             params,
             micro,
             transform=config.transform,
-            num_targets=num_targets,
+            bounds=bounds,
             dtype=jnp.dtype(config.dtype),
             remat=config.remat,
         )
@@ -206,7 +208,7 @@ def with_reference(
     *,
     model: ModelConfig,
     config: StepConfig,
-    num_targets: int,
+    bounds: RowBounds,
 ) -> TrainBatch:
     """The batch with the reference's log-probabilities, of the same transformed distribution as the policy's."""
     logprobs, _ = batch_logprobs(
@@ -214,7 +216,7 @@ def with_reference(
         reference,
         batch,
         transform=config.transform,
-        num_targets=num_targets,
+        bounds=bounds,
         dtype=jnp.dtype(config.dtype),
     )
     return dataclasses.replace(batch, ref_logprobs=logprobs)
@@ -266,7 +268,7 @@ class Minibatch(NamedTuple):
     """A batch on the mesh, with the static bounds its programs are compiled for."""
 
     batch: TrainBatch
-    num_targets: int
+    bounds: RowBounds
     num_samples: int
 
 
@@ -299,7 +301,7 @@ class Learner:
 
     def place(self, params: Params) -> Params:
         """Parameters (a reference's, say) on the mesh, sharded like the policy's."""
-        return jax.device_put(params, self.shardings.params)
+        return put(params, self.shardings.params)
 
     def prepare(
         self,
@@ -329,16 +331,16 @@ class Learner:
           scores: float[P, G] of each, NaN where there is no verdict; read when the KL goes into the reward.
           kl_coef: of that KL.
         """
-        bounds = [
-            Minibatch(batch, num_targets_of(batch), int(of_batch.size))
+        minibatches = [
+            Minibatch(batch, row_bounds(batch), int(of_batch.size))
             for batch, of_batch in zip(batches, scores, strict=True)
         ]
-        placed = [jax.device_put(batch, row_sharding(self.mesh)) for batch in batches]
+        placed = [put(batch, row_sharding(self.mesh)) for batch in batches]
         with jax.set_mesh(self.mesh):
             if self.config.use_reference:
                 placed = [
-                    self._with_reference(batch, reference, num_targets=bound.num_targets)
-                    for batch, bound in zip(placed, bounds, strict=True)
+                    self._with_reference(batch, reference, bounds=minibatch.bounds)
+                    for batch, minibatch in zip(placed, minibatches, strict=True)
                 ]
             if self.config.kl_in_reward and placed:
                 whole = replicated(self.mesh)
@@ -349,9 +351,12 @@ class Learner:
                 ]
                 placed = self._with_advantages(
                     placed,
-                    *jax.device_put((known, scored, np.float32(kl_coef)), whole),
+                    *put((known, scored, np.float32(kl_coef)), whole),
                 )
-        return [bound._replace(batch=batch) for bound, batch in zip(bounds, placed, strict=True)]
+        return [
+            minibatch._replace(batch=batch)
+            for minibatch, batch in zip(minibatches, placed, strict=True)
+        ]
 
     def train_step(self, state: TrainState, minibatch: Minibatch) -> tuple[TrainState, Metrics]:
         """One update. The state is donated: use the one returned. Nothing moves between host and device."""
@@ -359,7 +364,7 @@ class Learner:
             return self._update(
                 state,
                 minibatch.batch,
-                num_targets=minibatch.num_targets,
+                bounds=minibatch.bounds,
                 num_samples=minibatch.num_samples,
             )
 
@@ -398,14 +403,14 @@ def make_learner(
             functools.partial(
                 update, model=model, optimizer=optimizer, config=config, num_shards=shards
             ),
-            static_argnames=("num_targets", "num_samples"),
+            static_argnames=("bounds", "num_samples"),
             donate_argnums=0,
             out_shardings=(shardings, replicated(mesh)),
             compiler_options=STRICT,
         ),
         _with_reference=jax.jit(
             functools.partial(with_reference, model=model, config=config),
-            static_argnames="num_targets",
+            static_argnames="bounds",
             out_shardings=rows,
             compiler_options=STRICT,
         ),
@@ -415,15 +420,25 @@ def make_learner(
     )
 
 
-def num_targets_of(batch: TrainBatch) -> int:
-    """Static bound of the trained tokens of a row, from a NumPy batch: half the row length, or all of it.
+def row_bounds(batch: TrainBatch) -> RowBounds:
+    """Bounds of a NumPy batch, in coarse steps, since each is a program to compile.
 
-    Two sizes, since each is a program to compile.
+    Trained tokens are half a row or all of it. The prefix is as wide as what other segments continue reaches: nothing,
+    or the ``key_bucket`` of an eighth, a quarter or half of the row, or all of it.
     """
     length = batch.tokens.shape[1]
-    unit = -(-length // 2)
+    half = -(-length // 2)
     most = int(np.max(np.sum(np.asarray(batch.loss_mask) > 0, axis=1), initial=1))
-    return min(length, -(-most // unit) * unit)
+    segments, prefixes = np.asarray(batch.segment_ids), np.asarray(batch.prefix_ids)
+    end = 0
+    for row, continued in zip(segments, prefixes, strict=True):
+        columns = np.flatnonzero(np.isin(row, continued[continued > 0]))
+        end = max(end, columns[-1] + 1 if columns.size else 0)
+    widths = (0, *(min(length, key_bucket(length * part // 8)) for part in (1, 2, 4, 8)))
+    return RowBounds(
+        num_targets=min(length, -(-most // half) * half),
+        prefix_width=next(width for width in widths if width >= end),
+    )
 
 
 def merge_updates(updates: Sequence[Metrics]) -> dict[str, float]:

@@ -201,9 +201,9 @@ def test_groups_with_the_same_id_in_two_domains_stay_two():
     groups = [group(trajectory([1], [2]), domain="a"), group(trajectory([1], [2]), domain="b")]
     assert groups[0].key != groups[1].key
     batch = pack_groups(groups, [np.array([1.0]), np.array([0.0])], length=8)
-    assert batch.tokens[0, :4].tolist() == [1, 2, 1, 2]
-    assert batch.sample_ids[0, :4].tolist() == [-1, 0, -1, 1]
-    assert batch.advantages[0, :4].tolist() == [0, 1, 0, 0]
+    assert batch.tokens[0, :4].tolist() == [1, 1, 2, 2]
+    assert batch.sample_ids[0, :4].tolist() == [-1, -1, 0, 1]
+    assert batch.advantages[0, :4].tolist() == [0, 0, 1, 0]
 
 
 def test_rows_are_filled_first_fit_by_decreasing_size():

@@ -19,7 +19,7 @@ from rlvr_jax.models.decoder import (
     bind,
     init_params,
 )
-from rlvr_jax.models.policy_head import LogitTransform, batch_logprobs
+from rlvr_jax.models.policy_head import LogitTransform, RowBounds, batch_logprobs
 from rlvr_jax.types import TrainBatch
 from tests.groups import random_groups
 
@@ -66,7 +66,7 @@ def loss_and_gradient(params, batch, *, config, remat="none"):
             params,
             batch,
             transform=LogitTransform(),
-            num_targets=batch.tokens.shape[1],
+            bounds=RowBounds(batch.tokens.shape[1]),
             remat=remat,
         )
         by_sample = jax.ops.segment_sum(

@@ -21,7 +21,8 @@ from rlvr_jax.envs.single_turn import make_trajectory
 from rlvr_jax.errors import WeightsError
 from rlvr_jax.models.attention import KeyValues, grouped_query_attention, key_bucket
 from rlvr_jax.models.config import ModelConfig
-from rlvr_jax.models.decoder import STRICT, init_params, matmul
+from rlvr_jax.models.decoder import STRICT, init_params
+from rlvr_jax.models.linear import matmul
 from rlvr_jax.models.policy_head import LogitTransform
 from rlvr_jax.rollout.engine import MIN_ROWS_OF_A_CPU, Engine
 from rlvr_jax.training.policy import load_pretrained

@@ -15,7 +15,7 @@ from rlvr_jax.distributed.mesh import make_mesh
 from rlvr_jax.distributed.sharding import row_sharding
 from rlvr_jax.models.config import ModelConfig
 from rlvr_jax.models.decoder import init_params
-from rlvr_jax.models.policy_head import LogitTransform, batch_logprobs
+from rlvr_jax.models.policy_head import LogitTransform, RowBounds, batch_logprobs
 from rlvr_jax.training.state import (
     OptimizerConfig,
     abstract_state,
@@ -28,7 +28,7 @@ from rlvr_jax.training.step import (
     gradient_step,
     make_learner,
     merge_updates,
-    num_targets_of,
+    row_bounds,
 )
 from rlvr_jax.types import TrainBatch, TrainState
 from tests.groups import random_groups
@@ -127,7 +127,9 @@ def test_metrics_are_what_they_say(tiny_config, params, reference, whole):
     _, metrics = whole
     batch = batch_of(tiny_config)
     score = jax.jit(
-        functools.partial(batch_logprobs, tiny_config, transform=CONFIG.transform, num_targets=32)
+        functools.partial(
+            batch_logprobs, tiny_config, transform=CONFIG.transform, bounds=RowBounds(32)
+        )
     )
     logprobs, entropy = map(np.asarray, score(params, batch))
     ref_logprobs = np.asarray(score(reference, batch)[0])
@@ -181,9 +183,9 @@ def test_a_batch_that_teaches_nothing_or_breaks_changes_nothing_but_the_step_cou
         batch.advantages[tuple(first)] = np.nan
     else:
         batch.advantages[tuple(first)] = np.inf
-    # Shapes as before: a masked batch must not compile anew, so its bound of targets is that of the others.
+    # Shapes as before: a masked batch must not compile anew, so its bounds are those of the others.
     minibatch = adam_run.learner.prepare(batch, adam_run.reference, scores=NO_SCORES, kl_coef=0.0)
-    minibatch = minibatch._replace(num_targets=num_targets_of(batch_of(tiny_config)))
+    minibatch = minibatch._replace(bounds=row_bounds(batch_of(tiny_config)))
     adam_run.state, metrics = adam_run.learner.train_step(adam_run.state, minibatch)
     after = jax.device_get(adam_run.state)
     assert metrics["update_skipped"] == 1
@@ -238,7 +240,7 @@ def test_the_kl_is_taken_off_the_reward_before_advantages(tiny_config, params, r
     batch = pack_groups(groups, [np.zeros(2)] * 2, length=32, rows=2)
     scores = np.array([[1.0, 0.0], [1.0, np.nan]])
     logprobs, _ = batch_logprobs(
-        tiny_config, reference, batch, transform=CONFIG.transform, num_targets=32
+        tiny_config, reference, batch, transform=CONFIG.transform, bounds=RowBounds(32)
     )
     gap = np.where(batch.loss_mask > 0, batch.behavior_logprobs - logprobs, 0)
     gaps = [gap[batch.sample_ids == sample].sum() for sample in range(4)]
@@ -276,7 +278,7 @@ def test_memory_of_an_update_is_that_of_parameters_gradients_and_moments():
             learner._update.lower(  # pyright: ignore
                 abstract_state(model, ADAM, mesh),
                 jax.device_put(batch, row_sharding(mesh)),
-                num_targets=32,
+                bounds=RowBounds(32),
                 num_samples=6,
             )
             .compile()
@@ -325,7 +327,7 @@ def test_the_bound_of_targets_is_half_a_row_or_a_whole_one(tiny_config, most, bo
     batch = batch_of(tiny_config, length=41)
     mask = np.zeros_like(batch.loss_mask)
     mask[3, :most] = 1
-    assert num_targets_of(dataclasses.replace(batch, loss_mask=mask)) == bound
+    assert row_bounds(dataclasses.replace(batch, loss_mask=mask)).num_targets == bound
 
 
 def test_metrics_of_several_updates_are_means_but_for_what_compares_with_the_sampler():
@@ -367,3 +369,20 @@ def test_on_a_cpu_every_device_gets_two_rows_unless_a_micro_batch_has_one(tiny_c
         shardings = state_shardings(tiny_config, ADAM, mesh)
         learner = make_learner(tiny_config, ADAM, mesh, shardings, config)
         assert (learner.num_shards, learner.min_rows) == (8, expected)
+
+
+def test_the_bound_of_prefixes_covers_every_token_that_another_segment_continues(tiny_config):
+    groups = random_groups(tiny_config.vocab_size)
+    advantages = [np.zeros(len(group.trajectories)) for group in groups]
+    for length, share in ((48, True), (80, True), (336, True), (80, False)):
+        batch = pack_groups(groups, advantages, length=length, share_prompt=share)
+        width = row_bounds(batch).prefix_width
+        assert width in ({16, 48, 80, 176, 336} if share else {0})
+        last = [
+            column
+            for row, continued in zip(batch.segment_ids, batch.prefix_ids, strict=True)
+            for column, segment in enumerate(row)
+            if segment and segment in continued
+        ]
+        assert max(last, default=-1) < width
+        assert length == 48 or width < length  # prompts come first, so it is a real bound
