@@ -31,7 +31,9 @@ from rlvr_jax.models.attention import (
     row_masks,
 )
 from rlvr_jax.models.config import ModelConfig
-from rlvr_jax.models.layers import Attend, AttentionRule, Layer, RMSNorm, init_kernel
+from rlvr_jax.models.layers import Attend, AttentionRule, Layer, RMSNorm
+from rlvr_jax.models.linear import MATMUL, init_kernel
+from rlvr_jax.models.moe import Routing
 from rlvr_jax.models.rope import Table, layer_tables
 
 Params = Any  # nested dict of arrays
@@ -59,6 +61,10 @@ PARAM_AXES: dict[str, tuple[str | None, ...]] = {
     "layers/mlp/gate_bias": ("layers", "mlp"),
     "layers/mlp/up_bias": ("layers", "mlp"),
     "layers/mlp/down_bias": ("layers", None),
+    "layers/experts/router": ("layers", "embed", None),
+    "layers/experts/gate": ("layers", None, "embed", "mlp"),
+    "layers/experts/up": ("layers", None, "embed", "mlp"),
+    "layers/experts/down": ("layers", None, "mlp", "embed"),
     "final_norm/scale": (None,),
     "head/kernel": ("embed", "vocab"),
 }
@@ -71,7 +77,7 @@ NO_WINDOW = 1 << 30  # of a layer that sees all keys, in a model where others do
 
 REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
     "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": jax.checkpoint_policies.save_only_these_names(MATMUL),
     "none": None,
 }
 
@@ -130,20 +136,39 @@ class Decoder(nnx.Module):
         Returns:
           (dtype[N, D], what ``attend`` returned, stacked).
         """
+        hidden, caches, _ = self.routed(tokens, positions, attend, caches, dtype=dtype, remat=remat)
+        return hidden, caches
+
+    def routed(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        attend: Attend,
+        caches: Any = None,
+        *,
+        replayed: jax.Array | None = None,
+        dtype: Any = jnp.float32,
+        remat: str = "none",
+    ) -> tuple[jax.Array, Any, Routing | None]:
+        """As a call, and where the tokens of each layer went; ``replayed`` (int32[L, N, k]) sends them there again."""
         chex.assert_rank([tokens, positions], 1)
         of_layer, all_alike = self._rules(positions)
         graphdef, stacked = nnx.split(self.layers)
 
-        def body(x: jax.Array, of_scan: tuple[Any, Any, Any]) -> tuple[jax.Array, Any]:
-            state, cache, index = of_scan
+        def body(x: jax.Array, of_scan: tuple[Any, Any, Any, Any]) -> tuple[jax.Array, Any]:
+            state, cache, index, experts = of_scan
             rope, rule = of_layer(0 if index is None else index)
-            return nnx.merge(graphdef, state)(x, rope, attend, rule, cache)
+            layer = nnx.merge(graphdef, state)
+            x, cache, routing = layer(x, rope, attend, rule, cache, experts)
+            return x, (cache, routing)
 
         if remat != "none":
             body = jax.checkpoint(body, policy=REMAT_POLICIES[remat], prevent_cse=False)
         index = None if all_alike else jnp.arange(self.config.num_layers)
-        x, caches = jax.lax.scan(body, self._embedded(tokens, dtype), (stacked, caches, index))
-        return self.final_norm(x), caches
+        x, (caches, routing) = jax.lax.scan(
+            body, self._embedded(tokens, dtype), (stacked, caches, index, replayed)
+        )
+        return self.final_norm(x), caches, routing
 
     def unrolled(
         self,
@@ -161,7 +186,7 @@ class Decoder(nnx.Module):
         new_caches = []
         for index, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
             rope, rule = of_layer(index)
-            x, cache = layer(x, rope, attend, rule, cache)
+            x, cache, _ = layer(x, rope, attend, rule, cache)
             new_caches.append(cache)
         return self.final_norm(x), new_caches
 
@@ -177,6 +202,7 @@ class Decoder(nnx.Module):
         """RoPE and rule of a layer by its index (an int, or int32[] in a scan), and whether all layers' are alike."""
         c = self.config
         tables, table_of = layer_tables(c, positions)
+        all_tables = [jnp.stack(part) for part in zip(*tables, strict=True)] if tables[1:] else []
         windows = [
             c.sliding_window if layer in c.local_layers else NO_WINDOW
             for layer in range(c.num_layers)
@@ -184,11 +210,10 @@ class Decoder(nnx.Module):
 
         def of_layer(index: int | jax.Array) -> tuple[Table, AttentionRule]:
             table = _pick(table_of, index)
-            rope = (
-                tables[table]
-                if isinstance(table, int)
-                else jax.tree.map(lambda *leaves: jnp.stack(leaves)[table], *tables)
-            )
+            if isinstance(table, int):
+                rope = tables[table]
+            else:
+                rope = (all_tables[0][table], all_tables[1][table])
             window = _pick(windows, index)
             return rope, AttentionRule(
                 scale=c.attn_scale,
@@ -258,22 +283,36 @@ def abstract_params(config: ModelConfig) -> Params:
     return jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
 
 
-def attend_rows(segment_ids: jax.Array, prefix_ids: jax.Array) -> Attend:
+def attend_rows(
+    segment_ids: jax.Array, prefix_ids: jax.Array, prefix_width: int | None = None
+) -> Attend:
     """``attend`` for packed rows; the flat tokens are those of int32[B, T] row by row. Keeps no cache.
 
     Prefix and own tokens are two stretches, as in the sampler, so that both add up in the same order.
+
+    Args:
+      segment_ids, prefix_ids: int32[B, T] as in ``TrainBatch``.
+      prefix_width: the segments that others continue lie in the first so many columns, 0 if there are none; None if
+        they lie anywhere. What is outside is not looked at, so it must be an upper bound.
     """
-    masks = row_masks(segment_ids, prefix_ids)
+    prefix, own = row_masks(segment_ids, prefix_ids)
     B = segment_ids.shape[0]
+    masks = [own] if prefix_width == 0 else [prefix[:, :, :prefix_width], own]
 
     def attend(
         q: jax.Array, k: jax.Array, v: jax.Array, cache: Any, rule: AttentionRule | None = None
     ) -> tuple[jax.Array, Any]:
         k, v = by_head(k, B), by_head(v, B)
+        stretches = [
+            KeyValues(k[:, :, : mask.shape[2]], v[:, :, : mask.shape[2]], mask) for mask in masks
+        ]
         if rule is None:
-            return grouped_query_attention(q, [KeyValues(k, v, mask) for mask in masks]), cache
+            return grouped_query_attention(q, stretches), cache
         at = rule.positions.reshape(B, -1)
-        stretches = [KeyValues(k, v, rule.near(mask, at, at)) for mask in masks]
+        stretches = [
+            part._replace(mask=rule.near(part.mask, at, at[:, : part.mask.shape[2]]))
+            for part in stretches
+        ]
         out = grouped_query_attention(q, stretches, scale=rule.scale, softcap=rule.softcap)
         return out, cache
 

@@ -6,7 +6,6 @@ configuration does not ask for has no parameters and leaves nothing in the progr
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,6 +15,8 @@ from flax import nnx
 
 from rlvr_jax.distributed.sharding import constrain
 from rlvr_jax.models.config import ModelConfig
+from rlvr_jax.models.linear import ACTIVATIONS, init_kernel, matmul
+from rlvr_jax.models.moe import Experts, Routing
 from rlvr_jax.models.rope import Table, rotate
 
 
@@ -44,25 +45,6 @@ class AttentionRule(NamedTuple):
 
 # (q [N, heads, H], k [N, K, H], v [N, K, H], cache of the layer, rule) -> (out [N, heads, H], cache)
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Any, AttentionRule], tuple[jax.Array, Any]]
-
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
-}
-
-
-def matmul(x: jax.Array, kernel: jax.Array, bias: nnx.Param | None = None) -> jax.Array:
-    """x @ kernel + bias in x's dtype, accumulated in float32 and rounded once."""
-    product = jnp.dot(x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
-    if bias is not None:
-        product += bias[...].astype(jnp.float32)[None, :]
-    return product.astype(x.dtype)
-
-
-def init_kernel(rngs: nnx.Rngs, *shape: int) -> nnx.Param:
-    """normal(0, 1/sqrt(fan_in)) of shape [..., fan_in, fan_out]."""
-    return nnx.Param(jax.random.normal(rngs.params(), shape) * shape[-2] ** -0.5)
 
 
 def _bias(wanted: bool, size: int) -> Any:
@@ -154,15 +136,30 @@ class Layer(nnx.Module):
             self.attn_post_norm = RMSNorm(c.embed_dim, c)
         if c.pre_norm:
             self.mlp_norm = RMSNorm(c.embed_dim, c)
-        self.mlp = MLP(c, rngs=rngs)
+        if c.num_experts:
+            self.experts = Experts(c, rngs=rngs)
+        else:
+            self.mlp = MLP(c, rngs=rngs)
         if c.post_norm:
             self.mlp_post_norm = RMSNorm(c.embed_dim, c)
 
     def __call__(
-        self, x: jax.Array, rope: Table, attend: Attend, rule: AttentionRule, cache: Any
-    ) -> tuple[jax.Array, Any]:
+        self,
+        x: jax.Array,
+        rope: Table,
+        attend: Attend,
+        rule: AttentionRule,
+        cache: Any,
+        replayed: jax.Array | None = None,
+    ) -> tuple[jax.Array, Any, Routing | None]:
+        """dtype[N, D] -> (dtype[N, D], cache, where the tokens went if there are experts); see ``Experts``."""
         pre, post = self.config.pre_norm, self.config.post_norm
         out, cache = self.attn(self.attn_norm(x) if pre else x, rope, attend, rule, cache)
         x = constrain(x + (self.attn_post_norm(out) if post else out), "rows", None)
-        out = self.mlp(self.mlp_norm(x) if pre else x)
-        return constrain(x + (self.mlp_post_norm(out) if post else out), "rows", None), cache
+        out, routing = self.mlp_norm(x) if pre else x, None
+        if self.config.num_experts:
+            out, routing = self.experts(out, replayed)
+        else:
+            out = self.mlp(out)
+        x = constrain(x + (self.mlp_post_norm(out) if post else out), "rows", None)
+        return x, cache, routing

@@ -78,6 +78,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
          "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window_pattern": 2},
     ),
     "mistral": ("MistralConfig", {"sliding_window": 6, "num_key_value_heads": 4}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 9}),
+    "qwen3-moe": (
+        "Qwen3MoeConfig",
+        {"head_dim": 20, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 28},
+    ),
     "olmo2": ("Olmo2Config", {"num_key_value_heads": 1}),
     "phi3": (
         "Phi3Config",
@@ -281,6 +286,10 @@ def test_published_settings_mean_what_they_say() -> None:
     assert (gemma3.rope_theta, gemma3.local_rope_theta) == (1e6, 1e4)
     assert configs["mistralai/Mistral-7B-v0.1"].local_layers == tuple(range(32))
     assert configs["mistralai/Mistral-7B-v0.3"].local_layers == ()
+    mixtral, qwen = configs["mistralai/Mixtral-8x7B-v0.1"], configs["Qwen/Qwen3-30B-A3B"]
+    assert (mixtral.num_experts, mixtral.experts_per_token, mixtral.mlp_dim) == (8, 2, 14336)
+    assert (qwen.num_experts, qwen.experts_per_token, qwen.mlp_dim) == (128, 8, 768)
+    assert qwen.norm_expert_weights and qwen.router_loss_coef == 0.001
     phi = configs["microsoft/Phi-4-mini-instruct"]
     assert phi.rope_scaling is not None and phi.rope_scaling.factor == 32.0
     assert phi.rope_scaling.attention_factor == pytest.approx(1.19024, abs=1e-5)
@@ -294,7 +303,9 @@ CONFIG_CLASSES = {
     "qwen3": "Qwen3Config",
     "gemma2": "Gemma2Config",
     "gemma3_text": "Gemma3TextConfig",
+    "qwen3_moe": "Qwen3MoeConfig",
     "mistral": "MistralConfig",
+    "mixtral": "MixtralConfig",
     "olmo2": "Olmo2Config",
     "phi3": "Phi3Config",
 }
@@ -323,7 +334,10 @@ def test_no_setting_of_transformers_is_ignored(name: str) -> None:
             kept.append(key)
     # Read, and without effect while there are no windows, or because a list of layers is there.
     inert = {"sliding_window", "max_window_layers", "no_rope_layer_interval", "use_sliding_window"}
-    assert set(kept) <= inert | {"original_max_position_embeddings"}
+    inert |= {"original_max_position_embeddings"} | (
+        {"intermediate_size"} if name == "qwen3_moe" else set()
+    )
+    assert set(kept) <= inert
 
 
 def other_values(key: str, value: Any) -> list[Any]:
@@ -351,6 +365,9 @@ def other_values(key: str, value: Any) -> list[Any]:
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping=50\.0"),
         ("gemma3_text", {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}, "scaling"),
         ("mistral", {"head_dim": None, "num_experts": 8}, "num_experts=8"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
+        ("qwen3_moe", {"n_shared_experts": 1}, "n_shared_experts=1"),
         ("phi3", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "expected rope_type 'longrope'"),
         ("phi3", {"lm_head_bias": True}, "lm_head_bias=True"),
         ("olmo2", {"clip_qkv": 8.0}, r"clip_qkv=8\.0"),

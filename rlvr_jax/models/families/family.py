@@ -140,3 +140,20 @@ SANDWICH_NORMS = (
     _named("mlp_norm/scale", "pre_feedforward_layernorm.weight", ""),
     _named("mlp_post_norm/scale", "post_feedforward_layernorm.weight", ""),
 )
+
+
+def experts(block: str, *, gate: str, up: str, down: str) -> tuple[Tensor, ...]:
+    """The tensors of a mixture of experts, one a file's name for each expert's kernel."""
+    prefix = "model.layers.{layer}." + block
+    kernels = {"gate": gate, "up": up, "down": down}
+    return (
+        Tensor(path="layers/experts/router", hf=f"{prefix}.gate.weight", transpose=True),
+        *(
+            Tensor(
+                path=f"layers/experts/{path}",
+                hf=f"{prefix}.experts.{{expert}}.{name}.weight",
+                transpose=True,
+            )
+            for path, name in kernels.items()
+        ),
+    )

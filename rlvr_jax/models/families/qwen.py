@@ -1,11 +1,12 @@
-"""Qwen2 and 2.5 (biases on queries, keys and values), Qwen3 (norms on queries and keys instead)."""
+"""Qwen2 and 2.5 (biases on queries, keys and values), Qwen3 (norms on queries and keys instead) and its mixtures."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from rlvr_jax.models.config import ModelConfig
-from rlvr_jax.models.families.family import ATTENTION, MLP, OUTER, PRE_NORMS, Family
+from rlvr_jax.models.families.family import ATTENTION, MLP, OUTER, PRE_NORMS, Family, experts
+from rlvr_jax.models.families.mistral import read_num_experts, write_window_of_all
 from rlvr_jax.models.families.settings import Settings, activation_name, layer_types
 
 
@@ -80,4 +81,71 @@ QWEN3 = Family(
     read=_read_qwen3,
     write=_write_qwen3,
     tensors=(*OUTER, *PRE_NORMS, *ATTENTION, *MLP),
+)
+
+
+def _read_qwen3_moe(s: Settings) -> dict[str, Any]:
+    bias = bool(s["attention_bias"])
+    if s["mlp_only_layers"]:
+        s.refuse("mlp_only_layers", "expected experts in every layer")
+    if s["decoder_sparse_step"] != 1:
+        s.refuse("decoder_sparse_step", "expected 1: experts in every layer")
+    window, layers = s["sliding_window"], range(s["num_hidden_layers"])
+    local = tuple(layers) if s["use_sliding_window"] and window is not None else ()
+    return {
+        **s.windows(local, window),
+        "activation": s.activation(),
+        "mlp_dim": s["moe_intermediate_size"],
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "qk_norm": "head",
+        "num_experts": read_num_experts(s, default=128),
+        "experts_per_token": s["num_experts_per_tok"],
+        "norm_expert_weights": bool(s["norm_topk_prob"]),
+        "router_loss_coef": float(s["router_aux_loss_coef"]),
+    }
+
+
+def _write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
+    return {
+        **write_window_of_all(config),
+        "use_sliding_window": bool(config.local_layers),
+        "moe_intermediate_size": config.mlp_dim,
+        "attention_bias": config.qkv_bias,
+        "num_experts": config.num_experts,
+        "num_experts_per_tok": config.experts_per_token,
+        "norm_topk_prob": config.norm_expert_weights,
+        "router_aux_loss_coef": config.router_loss_coef,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+QWEN3_MOE = Family(
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    defaults={
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "moe_intermediate_size": 768,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+        "router_aux_loss_coef": 0.001,
+        "decoder_sparse_step": 1,
+    },
+    # transformers gives every layer the window, or none.
+    harmless=("max_window_layers",),
+    read=_read_qwen3_moe,
+    write=_write_qwen3_moe,
+    tensors=(
+        *(*OUTER, *PRE_NORMS, *ATTENTION),
+        *experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
+    ),
 )

@@ -1,0 +1,178 @@
+"""Experts against a dense sum over all of them, their gradient, the load-balancing loss, replay, and a mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlvr_jax.distributed.mesh import make_mesh
+from rlvr_jax.distributed.sharding import param_shardings, row_sharding
+from rlvr_jax.models.config import ModelConfig
+from rlvr_jax.models.decoder import PARAM_AXES, attend_rows, bind, init_params
+from rlvr_jax.models.moe import Routing, load_balancing_loss
+
+CONFIG = ModelConfig(
+    vocab_size=64,
+    num_layers=2,
+    embed_dim=32,
+    mlp_dim=24,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    num_experts=5,
+    experts_per_token=2,
+)
+ROWS, LENGTH = 8, 16
+
+
+@pytest.fixture(scope="module")
+def params() -> Any:
+    params = init_params(CONFIG, jax.random.key(0))
+    params["embed"]["embedding"] *= 20
+    return params
+
+
+def tokens_and_segments() -> tuple[jax.Array, jax.Array, jax.Array]:
+    tokens = jax.random.randint(jax.random.key(1), (ROWS, LENGTH), 0, CONFIG.vocab_size)
+    positions = jnp.broadcast_to(jnp.arange(LENGTH), (ROWS, LENGTH))
+    return tokens, positions, jnp.ones((ROWS, LENGTH), jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def routed(params: Any, replayed: jax.Array | None = None, *, config: ModelConfig = CONFIG) -> Any:
+    tokens, positions, segments = tokens_and_segments()
+    attend = attend_rows(segments, 0 * segments)
+    hidden, _, routing = bind(config, params).routed(
+        tokens.reshape(-1), positions.reshape(-1), attend, replayed=replayed
+    )
+    return hidden, routing
+
+
+def dense_experts(params: Any, x: jax.Array, config: ModelConfig) -> jax.Array:
+    """Every expert on every token, weighted by what the router gives the chosen ones."""
+    probs = jax.nn.softmax(x @ params["router"])
+    least = jnp.sort(probs, axis=-1)[:, -config.experts_per_token, None]
+    weights = jnp.where(probs >= least, probs, 0)
+    if config.norm_expert_weights:
+        weights /= weights.sum(-1, keepdims=True)
+    gate = jax.nn.silu(jnp.einsum("nd,edf->enf", x, params["gate"]))
+    up = jnp.einsum("nd,edf->enf", x, params["up"])
+    return jnp.einsum("enf,efd,ne->nd", gate * up, params["down"], weights)
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_experts_and_their_gradient_are_those_of_a_dense_sum(params: Any, normed: bool) -> None:
+    config = dataclasses.replace(CONFIG, norm_expert_weights=normed)
+    own = jax.tree.map(lambda leaf: leaf[0], params["layers"]["experts"])
+    x = jax.random.normal(jax.random.key(2), (23, CONFIG.embed_dim))
+    direction = jax.random.normal(jax.random.key(3), x.shape)
+
+    def ours(own: Any, x: jax.Array) -> jax.Array:
+        model = bind(config, params | {"layers": stacked_once(params, own)})
+        return model.unstack(jnp.float32)[0].experts(x)[0]
+
+    got, got_gradient = jax.jit(
+        jax.value_and_grad(lambda *a: (ours(*a) * direction).sum(), (0, 1))
+    )(own, x)
+    expected, gradient = jax.value_and_grad(
+        lambda own, x: (dense_experts(own, x, config) * direction).sum(), (0, 1)
+    )(own, x)
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+    np.testing.assert_allclose(ours(own, x), dense_experts(own, x, config), atol=1e-5)
+    for a, b in zip(jax.tree.leaves(got_gradient), jax.tree.leaves(gradient), strict=True):
+        assert np.abs(b).max() > 1e-3
+        np.testing.assert_allclose(a, b, atol=1e-5 * float(np.abs(b).max()))
+
+
+def stacked_once(params: Any, own: Any) -> Any:
+    """The layers' parameters with ``own`` as the experts of every layer."""
+    experts = jax.tree.map(lambda leaf: jnp.stack([leaf] * CONFIG.num_layers), own)
+    return params["layers"] | {"experts": experts}
+
+
+def test_a_token_goes_to_the_experts_its_router_prefers(params: Any) -> None:
+    _, routing = routed(params)
+    assert routing.experts.shape == (2, ROWS * LENGTH, 2)
+    assert routing.probs.shape == (2, ROWS * LENGTH, 5)
+    np.testing.assert_allclose(routing.probs.sum(-1), 1, atol=1e-6)
+    preferred = np.argsort(-np.asarray(routing.probs), axis=-1)[..., :2]
+    np.testing.assert_array_equal(routing.experts, preferred)
+    assert len(np.unique(routing.experts)) == 5
+
+
+def test_replayed_experts_are_used_though_the_router_has_changed(params: Any) -> None:
+    hidden, routing = routed(params)
+    same, again = routed(params, routing.experts)
+    np.testing.assert_array_equal(same, hidden)
+    np.testing.assert_array_equal(again.experts, routing.experts)
+    changed = jax.tree.map(lambda leaf: leaf, params)
+    changed["layers"]["experts"] = dict(
+        changed["layers"]["experts"], router=-params["layers"]["experts"]["router"]
+    )
+    _, own_choice = routed(changed)
+    assert np.mean(np.asarray(own_choice.experts != routing.experts)) > 0.3
+    replayed, kept = routed(changed, routing.experts)
+    np.testing.assert_array_equal(kept.experts, routing.experts)
+    assert np.abs(np.asarray(replayed - hidden)).max() > 1e-3  # the weights are the new router's
+
+
+def test_the_load_balancing_loss_of_an_even_load_is_k() -> None:
+    L, N, E, k = 2, 6, 3, 2
+    experts = jnp.array([[n % E, (n + 1) % E] for n in range(N)])[None].repeat(L, 0)
+    even = Routing(experts, jnp.full((L, N, E), 1 / E))
+    assert load_balancing_loss(even, jnp.ones(N, bool)) == pytest.approx(k)
+    probs = jnp.broadcast_to(jnp.array([0.6, 0.3, 0.1]), (L, N, E))
+    uneven = Routing(jnp.broadcast_to(jnp.array([0, 1]), (L, N, k)), probs)
+    assert load_balancing_loss(uneven, jnp.ones(N, bool)) == pytest.approx(3 * 0.9)
+    # Padding does not count.
+    counted = jnp.arange(N) < 3
+    noisy = Routing(uneven.experts.at[:, 3:].set(2), uneven.probs.at[:, 3:].set(jnp.nan))
+    noisy = Routing(noisy.experts, jnp.where(counted[None, :, None], noisy.probs, 0.5))
+    assert load_balancing_loss(noisy, counted) == pytest.approx(3 * 0.9)
+
+
+def test_the_load_balancing_loss_is_that_of_transformers() -> None:
+    reason = "transformers and torch are the reference; pip install 'rlvr_jax[parity]'"
+    torch = pytest.importorskip("torch", reason=reason)
+    pytest.importorskip("transformers", reason=reason)
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    L, B, T, E, k = 3, 2, 7, 5, 2
+    logits = np.random.default_rng(0).normal(size=(L, B * T, E)).astype(np.float32)
+    mask = (np.arange(T) < np.array([[7], [4]])).astype(np.int64)
+    expected = load_balancing_loss_func(
+        tuple(torch.tensor(layer) for layer in logits), E, k, torch.tensor(mask)
+    )
+    probs = jax.nn.softmax(jnp.asarray(logits))
+    routing = Routing(jax.lax.top_k(probs, k)[1], probs)
+    got = load_balancing_loss(routing, jnp.asarray(mask.reshape(-1) > 0))
+    assert float(got) == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 2, "tensor": 2}])
+def test_on_a_mesh_outputs_and_gradients_are_those_of_one_device(
+    params: Any, axes: dict[str, int]
+) -> None:
+    tokens, positions, segments = tokens_and_segments()
+
+    def loss(params: Any, tokens: jax.Array) -> jax.Array:
+        attend = attend_rows(segments, 0 * segments)
+        model = bind(CONFIG, params)
+        hidden, _ = model(tokens.reshape(-1), positions.reshape(-1), attend)
+        return jnp.mean(jnp.square(model.logits(hidden)))
+
+    step = jax.jit(jax.value_and_grad(loss))
+    expected, gradient = step(params, tokens)
+    mesh = make_mesh(**axes)
+    placed = jax.device_put(params, param_shardings(mesh, params, PARAM_AXES))
+    with jax.set_mesh(mesh):
+        got, got_gradient = step(placed, jax.device_put(tokens, row_sharding(mesh)))
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(got_gradient), jax.tree.leaves(gradient), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * max(float(np.abs(b).max()), 1e-3))
