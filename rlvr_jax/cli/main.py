@@ -22,6 +22,8 @@ from rlvr_jax.errors import (
     ConfigError,
     MismatchError,
     MissingExtraError,
+    Preempted,
+    ProcessError,
     WeightsError,
 )
 
@@ -31,10 +33,12 @@ COMMANDS = {
     "eval": "score a checkpoint on domains: pass@1, pass@k, intervals",
     "sample": "print what a policy answers to a prompt",
     "tasks": "list domains, show tasks, score a response against one",
+    "plan": "whether a run fits, and how fast it can be, before anything is rented",
     "sweep": "run a config over the grid it gives, with a table at the end",
     "doctor": "devices, versions, memory; what is missing and how to get it",
 }
-EXPECTED = (ConfigError, WeightsError, CheckpointError, MismatchError, MissingExtraError, OSError)
+EXPECTED = (ConfigError, WeightsError, CheckpointError, MismatchError, MissingExtraError)
+EXPECTED += (ProcessError, OSError)
 PACKAGE = pathlib.Path(__file__).resolve().parent.parent
 
 
@@ -74,7 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: arguments after the program's name; the process's own when None.
 
     Returns:
-      Exit status: the command's own, 2 for misuse or an error with a message for the user, 130 when interrupted.
+      Exit status: the command's own, 2 for misuse or an error with a message for the user, 130 when interrupted; of a
+      run that was told to make room and saved itself RLVR_PREEMPTED_STATUS (0), by which a scheduler may know it.
     """
     if argv is None:
         sys.unraisablehook = deliver_again
@@ -92,6 +97,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone (| head): nothing more to say
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except Preempted as notice:
+        print(f"rlvr: {notice}", file=sys.stderr)
+        return int(os.environ.get("RLVR_PREEMPTED_STATUS", 0))
     except Exception as error:
         if os.environ.get("RLVR_TRACEBACK") == "1" or not is_expected(error):
             raise

@@ -32,6 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "dashboard": {"trajectories", "evaluation"},
 }
 MAY_IMPORT["training"] = set(MAY_IMPORT) - {"dashboard"}
+MAY_IMPORT["planning"] = set(MAY_IMPORT) - {"dashboard"}
 
 UNITS = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
 BASE_HERE = {path.stem for path in PACKAGE.glob("*.py")} & BASE

@@ -1,0 +1,126 @@
+"""Memory, traffic and time of a run by formula, at once and for any number of devices: what the search ranks by.
+
+Arguments and state are exact (the trainer's own shapes and shardings); the rest is ``formulas``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from ml_collections import ConfigDict
+
+from rlvr_jax.models.config import ModelConfig
+from rlvr_jax.models.decoder import abstract_params
+from rlvr_jax.planning import formulas
+from rlvr_jax.planning.flops import step_flops
+from rlvr_jax.planning.formulas import Sizes
+from rlvr_jax.planning.measure import Phase
+from rlvr_jax.planning.programs import PHASES, local_bytes
+from rlvr_jax.planning.work import measure_work
+from rlvr_jax.training.rl import check_settings, uses_reference
+from rlvr_jax.training.state import OptimizerConfig, make_optimizer, state_shardings
+
+
+@functools.lru_cache(maxsize=256)  # a search asks for the same meshes again and again
+def _state(model: ModelConfig, sizes: tuple[tuple[str, int], ...]) -> tuple[Any, Any]:
+    """(params, optimizer state) as ShapeDtypeStructs, sharded over a mesh without devices."""
+    names, numbers = zip(*sizes, strict=True)
+    mesh: Any = AbstractMesh(numbers, names, axis_types=(AxisType.Auto,) * len(names))
+    # The moments' shapes do not depend on the optimizer's settings.
+    optimizer = make_optimizer(OptimizerConfig(learning_rate=0.0, num_steps=1))
+    params = abstract_params(model)
+    shardings = state_shardings(model, optimizer, mesh)
+
+    def put(leaf: Any, sharding: NamedSharding) -> Any:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    opt_state = jax.eval_shape(optimizer.init, params)
+    return jax.tree.map(put, (params, opt_state), (shardings.params, shardings.opt_state))
+
+
+def estimate(
+    config: ConfigDict, model: ModelConfig, mesh: dict[str, int], *, prompt_tokens: int
+) -> dict[str, Phase]:
+    """Every phase of a config, by formula.
+
+    Args:
+      config: of a reinforcement learning run; its own mesh is not read.
+      model: shape of its model.
+      mesh: sizes of the axes.
+      prompt_tokens: of the longest prompt.
+
+    Raises:
+      ConfigError, ValueError: what the trainer itself would refuse.
+    """
+    check_settings(config, mesh["data"] * mesh["fsdp"])
+    return estimate_checked(config, model, mesh, prompt_tokens=prompt_tokens)
+
+
+def estimate_checked(
+    config: ConfigDict, model: ModelConfig, mesh: dict[str, int], *, prompt_tokens: int
+) -> dict[str, Phase]:
+    """``estimate`` of settings that work together; raises ValueError where something does not divide over the mesh."""
+    shards = mesh["data"] * mesh["fsdp"]
+    if config.train.micro_rows % shards:
+        raise ValueError(
+            f"train.micro_rows ({config.train.micro_rows}) must be divisible by the data and fsdp axes ({shards}); "
+            "change config.train.micro_rows or config.mesh"
+        )
+    work = measure_work(config, prompt_tokens=prompt_tokens, num_shards=shards, on_cpu=False)
+    params, opt_state = _state(model, tuple(mesh.items()))
+    B, T = work.batch.tokens.shape
+    micro_rows = min(config.train.micro_rows or B, B)
+    outer = {k: v for k, v in params.items() if k != "layers"}
+    sizes = Sizes(
+        policy=local_bytes(params),
+        state=local_bytes((params, opt_state)),
+        layer=_gathered(params["layers"], mesh) / model.num_layers,
+        head=_gathered(outer, mesh),
+        layers=model.num_layers,
+        width=2 if config.dtype == "bfloat16" else 4,
+        rows=micro_rows // shards,
+        length=T,
+        keys=T + (T if work.bounds.prefix_width is None else work.bounds.prefix_width),
+        pieces=B // micro_rows,
+    )
+    reference = uses_reference(config)
+    phases = {
+        "rollout": formulas.rollout(model, work, sizes, mesh, shards),
+        "reference": formulas.scoring(model, work, sizes, mesh, B // shards),
+        "update": formulas.update(model, work, sizes, mesh, config.train.remat, B // shards),
+    }
+    resident = {
+        "rollout": sizes.state - sizes.policy + reference * sizes.policy,
+        "reference": sizes.state,
+        "update": reference * sizes.policy,
+    }
+    flops = step_flops(model, work, config.train.remat)
+    return {
+        name: dataclasses.replace(
+            phases[name],
+            resident_bytes=resident[name],
+            flops=flops[name] / math.prod(mesh.values()),
+        )
+        for name in PHASES
+        if name != "reference" or reference
+    }
+
+
+def _gathered(params: Any, mesh: dict[str, int]) -> float:
+    """Float32 bytes on one device once the fsdp axis is gathered."""
+    total = 0.0
+    for leaf in jax.tree.leaves(params):
+        axes = [
+            a
+            for part in leaf.sharding.spec
+            if part
+            for a in ((part,) if isinstance(part, str) else part)
+        ]
+        kept = math.prod(mesh[axis] for axis in axes if axis != "fsdp")
+        total += 4 * math.prod(leaf.shape) / kept
+    return total
