@@ -27,7 +27,6 @@ from flax import nnx
 from rlvr_jax.distributed.sharding import constrain
 from rlvr_jax.models.attention import (
     KeyValues,
-    grouped_query_attention,
     row_masks,
 )
 from rlvr_jax.models.config import ModelConfig
@@ -244,14 +243,20 @@ class Decoder(nnx.Module):
             for index in range(self.config.num_layers)
         ]
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """float32[N, V] from dtype[N, D]; the head is float32 in every compute dtype."""
+    @property
+    def head_kernel(self) -> jax.Array:
+        """What ``logits`` multiplies with: float32[V, D] of the tied embedding, or float32[D, V]."""
+        return self.embed.embedding[...] if self.config.tie_embeddings else self.head.kernel[...]
+
+    def logits(self, hidden: jax.Array, kernel: jax.Array | None = None) -> jax.Array:
+        """float32[N, V] from dtype[N, D]; the head is float32 in every compute dtype.
+
+        ``kernel`` is a copy of ``head_kernel`` to use, for who has placed it otherwise.
+        """
+        kernel = self.head_kernel if kernel is None else kernel
+        columns = 1 if self.config.tie_embeddings else 0
         wide = hidden.astype(jnp.float32)
-        if self.config.tie_embeddings:
-            table = self.embed.embedding[...]
-            logits = jax.lax.dot_general(wide, table, (((1,), (1,)), ((), ())))
-        else:
-            logits = jnp.dot(wide, self.head.kernel[...])
+        logits = jax.lax.dot_general(wide, kernel, (((1,), (columns,)), ((), ())))
         cap = self.config.final_softcap
         return cap * jnp.tanh(logits / cap) if cap else logits
 
@@ -300,21 +305,15 @@ def attend_rows(
     masks = [own] if prefix_width == 0 else [prefix[:, :, :prefix_width], own]
 
     def attend(
-        q: jax.Array, k: jax.Array, v: jax.Array, cache: Any, rule: AttentionRule | None = None
+        q: jax.Array, k: jax.Array, v: jax.Array, cache: Any, rule: AttentionRule
     ) -> tuple[jax.Array, Any]:
-        k, v = by_head(k, B), by_head(v, B)
+        k, v, at = by_head(k, B), by_head(v, B), rule.positions.reshape(B, -1)
         stretches = [
-            KeyValues(k[:, :, : mask.shape[2]], v[:, :, : mask.shape[2]], mask) for mask in masks
+            KeyValues(k[:, :, :width], v[:, :, :width], rule.near(mask, at, at[:, :width]))
+            for mask in masks
+            for width in [mask.shape[2]]
         ]
-        if rule is None:
-            return grouped_query_attention(q, stretches), cache
-        at = rule.positions.reshape(B, -1)
-        stretches = [
-            part._replace(mask=rule.near(part.mask, at, at[:, : part.mask.shape[2]]))
-            for part in stretches
-        ]
-        out = grouped_query_attention(q, stretches, scale=rule.scale, softcap=rule.softcap)
-        return out, cache
+        return rule.attention(q, stretches), cache
 
     return attend
 

@@ -6,7 +6,7 @@ configuration does not ask for has no parameters and leaves nothing in the progr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from rlvr_jax.distributed.sharding import constrain
+from rlvr_jax.models.attention import KeyValues, grouped_query_attention
 from rlvr_jax.models.config import ModelConfig
 from rlvr_jax.models.linear import ACTIVATIONS, init_kernel, matmul
 from rlvr_jax.models.moe import Experts, Routing
@@ -32,15 +33,15 @@ class AttentionRule(NamedTuple):
     window: int | jax.Array | None
     positions: jax.Array
 
-    @property
-    def plain(self) -> bool:
-        return self.scale is None and not self.softcap and self.window is None
-
     def near(self, mask: jax.Array, queries: jax.Array, keys: jax.Array) -> jax.Array:
         """bool[B, Q, S]: mask without the keys outside the window, for positions int32[B, Q] and int32[B, S]."""
         if self.window is None:
             return mask
         return mask & (queries[:, :, None] - keys[:, None, :] < self.window)
+
+    def attention(self, q: jax.Array, stretches: Sequence[KeyValues]) -> jax.Array:
+        """See ``grouped_query_attention``."""
+        return grouped_query_attention(q, stretches, scale=self.scale, softcap=self.softcap)
 
 
 # (q [N, heads, H], k [N, K, H], v [N, K, H], cache of the layer, rule) -> (out [N, heads, H], cache)
@@ -98,7 +99,7 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, *rope), rotate(k, *rope)
         v = self._heads(matmul(x, self.v[...], self.v_bias))
-        out, cache = attend(q, k, v, cache, *(() if rule.plain else (rule,)))
+        out, cache = attend(q, k, v, cache, rule)
         return matmul(out.reshape(x.shape[0], -1), self.o[...], self.o_bias), cache
 
     def _heads(self, x: jax.Array) -> jax.Array:

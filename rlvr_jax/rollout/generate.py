@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from rlvr_jax.distributed.sharding import constrain
-from rlvr_jax.models.attention import KeyValues, grouped_query_attention, key_bucket, row_masks
+from rlvr_jax.models.attention import KeyValues, key_bucket, row_masks
 from rlvr_jax.models.config import ModelConfig
 from rlvr_jax.models.decoder import Params, bind, by_head
+from rlvr_jax.models.layers import AttentionRule
 from rlvr_jax.models.policy_head import LogitTransform, transform_logits
 from rlvr_jax.rollout.sampling import draw, sample_keys, uniforms
 
@@ -73,9 +74,13 @@ def generate(
     inside = (columns < prompt_lengths[:, None]).astype(jnp.int32)
     masks = row_masks(inside, jnp.zeros_like(inside))
 
-    def attend_prompt(q: jax.Array, k: jax.Array, v: jax.Array, _: Any) -> tuple[jax.Array, Any]:
+    def attend_prompt(
+        q: jax.Array, k: jax.Array, v: jax.Array, _: Any, rule: AttentionRule
+    ) -> tuple[jax.Array, Any]:
         k, v = by_head(k, P), by_head(v, P)
-        return grouped_query_attention(q, [KeyValues(k, v, mask) for mask in masks]), (k, v)
+        return rule.attention(
+            q, [KeyValues(k, v, rule.near(mask, columns, columns)) for mask in masks]
+        ), (k, v)
 
     hidden, prompt_caches = model(
         prompts.reshape(-1), columns.reshape(-1), attend_prompt, dtype=dtype
@@ -98,24 +103,27 @@ def generate(
         KeyValues(prompt_caches[0][i], prompt_caches[1][i], prompt_mask)
         for i in range(config.num_layers)
     ]
+    own_positions = lengths[:, None] + jnp.arange(R)[None, :]
     empty = jnp.zeros((M, config.num_kv_heads, R, config.head_dim), dtype)
 
     def step(carry: dict[str, Any]) -> dict[str, Any]:
         index = carry["index"]
+        at = lengths + index - 1
         own_mask = jnp.broadcast_to((jnp.arange(R) < index)[None, None, :], (M, 1, R))
 
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+        def attend(
+            q: jax.Array, k: jax.Array, v: jax.Array, cache: Any, rule: AttentionRule
+        ) -> tuple[jax.Array, Any]:
             prompt, (cache_k, cache_v) = cache
             cache_k = jax.lax.dynamic_update_slice_in_dim(cache_k, k[:, :, None], index - 1, 2)
             cache_v = jax.lax.dynamic_update_slice_in_dim(cache_v, v[:, :, None], index - 1, 2)
-            own = KeyValues(cache_k, cache_v, own_mask)
-            return grouped_query_attention(q, [prompt, own]), (cache_k, cache_v)
+            own = KeyValues(cache_k, cache_v, rule.near(own_mask, at[:, None], own_positions))
+            seen = rule.near(prompt.mask, at.reshape(P, G), columns)
+            return rule.attention(q, [prompt._replace(mask=seen), own]), (cache_k, cache_v)
 
         last_tokens = jax.lax.dynamic_index_in_dim(carry["tokens"], index - 1, 1, keepdims=False)
         caches = list(zip(prompt_keys, carry["caches"], strict=True))
-        hidden, caches = model.unrolled(
-            layers, last_tokens, lengths + index - 1, attend, caches, dtype=dtype
-        )
+        hidden, caches = model.unrolled(layers, last_tokens, at, attend, caches, dtype=dtype)
         tokens, logprobs = next_tokens(hidden, index)
         return _record(carry, tokens, logprobs, is_stop(tokens), caches)
 
