@@ -13,8 +13,11 @@ from pathlib import Path
 import numpy as np
 
 from rlvr_jax.errors import WeightsError, require
-from rlvr_jax.models.config import ModelConfig
+from rlvr_jax.models.config import ModelConfig, RopeScaling
 from rlvr_jax.models.families import FAMILIES, Tensor
+
+# The scaling of Llama 3.1 and later, as a divisor for each of RoPE's frequencies.
+_ROPE_FACTORS = "rope_freqs.weight"
 
 
 class GgufFile:
@@ -59,13 +62,23 @@ class GgufFile:
         self._config = dataclasses.replace(
             self.family.from_gguf(settings), tie_embeddings=head not in self._tensors
         )
+        if _ROPE_FACTORS in self._tensors:
+            factors = tuple(map(float, self._tensors[_ROPE_FACTORS].data))
+            scaling = RopeScaling(
+                kind="longrope",
+                factor=1.0,
+                original_length=self._config.max_length,
+                short_factors=factors,
+                long_factors=factors,
+            )
+            self._config = dataclasses.replace(self._config, rope_scaling=scaling)
 
     @property
     def config(self) -> ModelConfig:
         return self._config
 
     def names(self) -> set[str]:
-        return set(self._tensors)
+        return set(self._tensors) - {_ROPE_FACTORS}
 
     def name_of(self, tensor: Tensor) -> str:
         return tensor.gguf

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlvr_jax.errors import WeightsError
-from rlvr_jax.models.config import ModelConfig
+from rlvr_jax.models.config import ModelConfig, RopeScaling
 from rlvr_jax.models.families.family import ATTENTION, MLP, OUTER, PRE_NORMS, Family
 from rlvr_jax.models.families.settings import Settings, activation_name
 
@@ -47,6 +47,10 @@ def config_from_gguf(settings: Mapping[str, Any]) -> ModelConfig:
     head_dim = settings.get("attention.key_length") or settings["embedding_length"] // heads
     same = {"rope.dimension_count", "attention.key_length", "attention.value_length"}
     read = {*needed.split(), "attention.head_count_kv", "rope.freq_base", *same}
+    scaling = None
+    if settings.get("rope.scaling.type") == "linear" and settings.get("rope.scaling.factor"):
+        scaling = RopeScaling(kind="linear", factor=_shortest(settings["rope.scaling.factor"]))
+        read |= {"rope.scaling.type", "rope.scaling.factor"}
     refused = [f"{k}={settings[k]!r}" for k in sorted(settings.keys() - read) if settings[k]]
     refused += [
         f"{k}={settings[k]!r} (expected the head size, {head_dim})"
@@ -69,6 +73,7 @@ def config_from_gguf(settings: Mapping[str, Any]) -> ModelConfig:
         rope_theta=_shortest(settings.get("rope.freq_base", 10000.0)),
         norm_eps=_shortest(settings["attention.layer_norm_rms_epsilon"]),
         max_length=settings["context_length"],
+        rope_scaling=scaling,
     )
 
 
