@@ -52,8 +52,10 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.chat_template = chat_template
         self.special_tokens: dict[str, int] = {t.content: i for i, t in added.items() if t.special}
-        self.vocab_size: int = 1 + max(
-            backend.get_vocab(with_added_tokens=True).values(), default=-1
+        vocab = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size: int = 1 + max(vocab.values(), default=-1)
+        self.text_vocab_size: int = 1 + max(
+            {*vocab.values()} - {*self.special_tokens.values()}, default=-1
         )
         eos_id = self._named_id("eos_token")
         if eos_id is None:
@@ -164,8 +166,12 @@ class HasVocabSize(Protocol):
 
 
 def check_vocab(tokenizer: Tokenizer, config: HasVocabSize) -> None:
-    """Raises WeightsError when the tokenizer can produce ids that the model's embedding does not have."""
-    if tokenizer.vocab_size > config.vocab_size:
+    """Raises WeightsError when text, or the end of a response, has ids that the model's embedding does not have.
+
+    Other special tokens may be past it: Gemma 3's tokenizer has one for images, and its text models no row for that.
+    """
+    needed = max(tokenizer.text_vocab_size, 1 + max(tokenizer.stop_token_ids))
+    if needed > config.vocab_size:
         raise WeightsError(
             f"wrong tokenizer for the model: it has {tokenizer.vocab_size} tokens, the embedding {config.vocab_size} "
             "rows; expected at most as many tokens as rows: use the tokenizer that came with the weights"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import json
 import pathlib
 
@@ -216,3 +217,21 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(
 ) -> None:
     with pytest.raises(WeightsError, match="262 tokens, the embedding 128 rows"):
         check_vocab(tiny_tokenizer, tiny_config)
+
+
+def test_a_special_token_past_the_embedding_is_no_wrong_tokenizer(
+    tiny_tokenizer: Tokenizer, tiny_config: ModelConfig
+) -> None:
+    """Gemma 3's tokenizer has a token for images; the text models' embedding ends before it."""
+    files = tiny_tokenizer.files()
+    backend = tokenizers.Tokenizer.from_str(files["tokenizer.json"])
+    backend.add_special_tokens(["<image_soft_token>"])
+    config = dataclasses.replace(tiny_config, vocab_size=262)
+    check_vocab(Tokenizer(backend, settings={"eos_token": "<|im_end|>"}), config)
+    with pytest.raises(WeightsError, match="263 tokens, the embedding 262 rows"):
+        check_vocab(Tokenizer(backend, settings={"eos_token": "<image_soft_token>"}), config)
+    with pytest.raises(WeightsError, match="263 tokens, the embedding 261 rows"):
+        check_vocab(
+            Tokenizer(backend, settings={"eos_token": "<|im_end|>"}),
+            dataclasses.replace(config, vocab_size=261),
+        )
