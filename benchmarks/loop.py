@@ -109,7 +109,7 @@ def measure_step(settings: Settings) -> dict[str, Any]:
     update = Program(learner._update, mesh)
     score = Program(learner._with_reference, mesh)
     learner = dataclasses.replace(learner, _update=update, _with_reference=score)
-    params = jax.tree.map(np.asarray, init_params(model, jax.random.key(settings.seed)))
+    params = jax.tree.map(np.array, init_params(model, jax.random.key(settings.seed)))
     state = init_state(model, params, optimizer, mesh, seed=settings.seed)
     reference = learner.place(params)
     del params

@@ -6,7 +6,7 @@ model is spread over devices means changing ``RULES`` or the mesh, never the mod
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -44,6 +44,31 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     if mesh.empty or mesh.size == 1:
         return x
     return jax.lax.with_sharding_constraint(x, spec(*axes))
+
+
+def per_row_shard(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function(shared, *rows)`` run by every shard of the rows on its own, under the mesh in force.
+
+    ``shared`` is whole on each of them (but for the ``tensor`` axis, which stays with the partitioner) and its gradient
+    is added up once, at the end; arguments and results are arrays with rows in front.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = RULES["rows"]
+    assert isinstance(axes, tuple)
+    if mesh.empty or all(mesh.shape[axis] == 1 for axis in axes):
+        return function
+
+    def mapped(shared: Any, *rows: Any) -> Any:
+        in_specs = (P(), *[spec("rows")] * len(rows))
+        return jax.shard_map(
+            function,
+            in_specs=in_specs,
+            out_specs=spec("rows"),
+            axis_names=set(axes),
+            check_vma=False,
+        )(shared, *rows)
+
+    return mapped
 
 
 def tree_paths(tree: Any) -> dict[str, Any]:

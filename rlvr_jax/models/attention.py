@@ -50,7 +50,7 @@ def grouped_query_attention(
     M, N, H = q.shape
     K = stretches[0].k.shape[1]
     R = N // K
-    scale = H**-0.5 if scale is None else scale
+    factor = H**-0.5 if scale is None else scale
     scores = []
     for part in stretches:
         B, Q, _ = part.mask.shape
@@ -59,7 +59,7 @@ def grouped_query_attention(
             q.reshape(B, Q, K, R, H).astype(jnp.float32),
             part.k.astype(jnp.float32),
         )
-        score = score * scale
+        score = score * factor
         if softcap:
             score = softcap * jnp.tanh(score / softcap)
         scores.append(jnp.where(part.mask[:, None, :, None, :], score, MASKED))

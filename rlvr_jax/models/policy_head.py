@@ -13,12 +13,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rlvr_jax.distributed.mesh import num_row_shards
+from rlvr_jax.distributed.sharding import per_row_shard
 from rlvr_jax.models.attention import MASKED
 from rlvr_jax.models.config import ModelConfig
 from rlvr_jax.models.decoder import Decoder, Params, attend_rows, bind
 from rlvr_jax.types import SamplingParams, TrainBatch
 
+LEAST_CHUNK = (
+    64  # tokens; fewer would take another kernel than the sampler's (attention.key_bucket)
+)
 BLOCK = 256  # tokens of a block: about sqrt(V), so that sums over the vocabulary are two short ones
 
 
@@ -124,7 +127,7 @@ def target_logprobs(
     *,
     transform: LogitTransform,
     num_targets: int,
-    chunk: int = 256,
+    chunk: int = 128,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability and entropy at every trained token; the one place where a token meets its prediction.
 
@@ -149,27 +152,33 @@ def target_logprobs(
         hidden.reshape(B, T, -1), jnp.maximum(parents, 0)[:, :, None], axis=1
     )
 
-    @jax.checkpoint
-    def score(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        part_states, part_targets = part  # [rows, D], [rows]
-        logits = transform_logits(model.logits(part_states), transform, keep=part_targets)
-        return logprob_and_entropy(logits, part_targets)
+    def score(
+        kernel: jax.Array, states: jax.Array, targets: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Of a device's rows: dtype[b, num_targets, D] and int32[b, num_targets] to two float32[b, num_targets]."""
 
-    # Chunks cut across the columns, so that every device works on its own rows.
-    mesh = jax.sharding.get_abstract_mesh()
-    shards = 1 if mesh.empty else num_row_shards(mesh)
-    width = max(1, min(num_targets, chunk * shards // B))
-    pieces = -(-num_targets // width)
-    pad = pieces * width - num_targets
-    states = jnp.pad(states, ((0, 0), (0, pad), (0, 0)))
-    cut_targets = jnp.pad(targets, ((0, 0), (0, pad)))
-    states = states.reshape(B, pieces, width, -1).swapaxes(0, 1).reshape(pieces, B * width, -1)
-    cut_targets = cut_targets.reshape(B, pieces, width).swapaxes(0, 1).reshape(pieces, B * width)
-    logprobs, entropy = jax.lax.map(score, (states, cut_targets))
+        @jax.checkpoint
+        def score_chunk(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            logits = transform_logits(model.logits(part[0], kernel), transform, keep=part[1])
+            return logprob_and_entropy(logits, part[1])
+
+        count = targets.size
+        size = min(chunk, -(-count // LEAST_CHUNK) * LEAST_CHUNK)
+        pad = -count % size
+        flat_states = jnp.pad(states.reshape(count, -1), ((0, pad), (0, 0)))
+        flat_targets = jnp.pad(targets.reshape(count), (0, pad))
+        scored = jax.lax.map(
+            score_chunk,
+            (flat_states.reshape(-1, size, states.shape[-1]), flat_targets.reshape(-1, size)),
+        )
+        return jax.tree.map(lambda x: x.reshape(-1)[:count].reshape(targets.shape), scored)
+
+    # By hand over the rows: each device gathers the kernel once and adds its gradient up over its own chunks. Left to
+    # the partitioner, all devices exchange both anew in every chunk.
+    logprobs, entropy = per_row_shard(score)(model.head_kernel, states, targets)
 
     def back(x: jax.Array) -> jax.Array:
-        by_row = x.reshape(pieces, B, width).swapaxes(0, 1).reshape(B, -1)[:, :num_targets]
-        full = jnp.zeros((B, T), jnp.float32).at[jnp.arange(B)[:, None], columns].set(by_row)
+        full = jnp.zeros((B, T), jnp.float32).at[jnp.arange(B)[:, None], columns].set(x)
         return jnp.where(trained, full, 0.0)
 
     return back(logprobs), back(entropy)

@@ -1,6 +1,7 @@
 """Log-probabilities and entropies: against float64, for any chunking, at trained tokens and nowhere else."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -194,8 +195,40 @@ def test_logits_are_held_for_a_chunk_only_forwards_and_backwards(scored):
     assert "f32[6,300]" in text
     for more in ("f32[60,300]", "f32[10,6,300]", "f32[3,20,300]"):
         assert more not in text
-    with jax.set_mesh(make_mesh(4, 1, 2)):  # a chunk for each of the four shards of the rows
-        assert "f32[24,300]" in str(jax.make_jaxpr(jax.grad(loss))(params))
+    with jax.set_mesh(make_mesh(3, 1, 2, devices=jax.devices()[:6])):
+        text = str(jax.make_jaxpr(jax.grad(loss))(params))
+    assert "f32[6,300]" in text  # of each of the three shards of the rows
+    assert "f32[18,300]" not in text
+
+
+def test_shards_of_rows_exchange_the_gradient_of_the_kernel_once(scored):
+    """Not in every chunk; and the values and gradients are those of one device."""
+    config, params, hidden, batch = scored
+
+    def loss(params, hidden):
+        logprobs, entropy = target_logprobs(
+            bind(config, params),
+            hidden,
+            batch,
+            transform=LogitTransform(),
+            num_targets=20,
+            chunk=5,
+        )
+        return jnp.sum(logprobs + 0.1 * entropy), (logprobs, entropy)
+
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
+    expected = gradient(params, hidden)
+    with jax.set_mesh(make_mesh(3, 1, 2, devices=jax.devices()[:6])):
+        compiled = gradient.lower(params, hidden).compile()
+        found = gradient(params, hidden)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, expected)
+    exchanges = [
+        line
+        for line in compiled.as_text().splitlines()
+        if re.search(r"= .*f32\[(300|150),16\].* all-(reduce|gather)\(", line)
+    ]
+    assert 1 <= len(exchanges) <= 2, exchanges  # of the sum, and of the halves over the tensor axis
+    assert not any("while" in line for line in exchanges)
 
 
 def test_a_token_outside_the_truncated_set_keeps_a_finite_logprob(scored):
