@@ -346,7 +346,8 @@ def other_values(key: str, value: Any) -> list[Any]:
     if isinstance(value, (int, float)):
         return [value * 2, value + 1]
     if isinstance(value, list):
-        return [["sliding_attention"] * len(value), [0] * len(value)]
+        count = max(len(value), 1)
+        return [["sliding_attention"] * count, [0] * count]
     if isinstance(value, dict):
         return [{"rope_type": "proportional", "factor": 2.0}]
     return [True, 7, "other"]
