@@ -4,8 +4,8 @@
     rlvr train --config configs/rl_qwen3_0_6b.py --config.model=DIR/Qwen3-0.6B --workdir runs/qwen3_0_6b
     rlvr train --config configs/rl_qwen3_0_6b.py:tiny --workdir runs/tiny       # random weights, under a minute
 
-DIR/Qwen3-0.6B is a Hugging Face directory. There is no reference: it would take another 2.4 GB. docs/planning.md has the
-plan. Time and pass rate of a run: not measured yet.
+DIR/Qwen3-0.6B is a Hugging Face directory. There is no reference: it would take another 2.4 GB. docs/planning.md has
+the plan. Time and pass rate of a run: not measured yet.
 """
 
 from __future__ import annotations

@@ -44,7 +44,11 @@ def get_config(arg: str = "") -> ConfigDict:
     if arg == "gpu":
         config.mesh.fsdp = 8
         config.train.micro_rows = 8
-    else:  # decoding needs all of the weights in its tensor axis: 16 GB do not fit into a chip
+    else:
+        # Decoding gathers the weights over fsdp: all 16 GB have to fit into a tensor group.
         config.mesh.fsdp, config.mesh.tensor = 2, 8
+        config.rollout.max_rows = 128
         config.train.micro_rows = 2
+        # The reference scores a whole minibatch at once; with one a step it would need 11 GB for attention.
+        config.train.num_minibatches = 4
     return config

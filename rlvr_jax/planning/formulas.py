@@ -72,7 +72,7 @@ def rollout(
             outputs=P * work.group_size * (8 * work.max_tokens + 5),
             aliased=0,
             temporaries=weights * (1 + gathers)
-            + 1.3 * gathers * sizes.head
+            + 1.3 * gathers * model.vocab_size * model.embed_dim / tensor * 4
             + 1.4 * caches
             + 4 * scores,
         ),
@@ -114,8 +114,11 @@ def update(
     scores, hidden, heads, logits = _working_set(model, sizes, mesh, sizes.rows)
     mlp = sizes.tokens * _mlp_dim(model) / mesh.get("tensor", 1) * 4
     dots = 2 * hidden + heads + 2 * mlp
-    a_layer = {"full": 0.0, "dots": dots, "none": 2.5 * dots + 2.5 * scores}[remat]
+    a_layer = {"full": 0.0, "dots": dots, "none": 2.5 * dots + 1.75 * scores}[remat]
     kept = sizes.layers * (hidden * sizes.width / 4 + a_layer)
+    # The backward pass is in the head first, then in one layer after the other, with the head's gradient beside it.
+    in_head = 1.05 * sizes.head + 2.5 * logits
+    in_layer = (2.0 if remat == "none" else 4.1) * scores + hidden + 0.5 * (heads + sizes.head)
     passes = sizes.pieces * (3 if remat == "full" else 2)
     found = _gathers(sizes, mesh, times=passes, width=4)
     found += [
@@ -130,11 +133,7 @@ def update(
             aliased=sizes.state + 12,
             temporaries=sizes.policy * (2 if sizes.pieces > 1 else 1)
             + kept
-            + 2.75 * scores
-            + hidden
-            + 0.5 * heads
-            + 1.05 * sizes.head
-            + 2.5 * logits,
+            + max(in_head, in_layer),
         ),
         bytes=sizes.pieces
         * (sizes.layers * (4 * sizes.layer + 12 * scores + 40 * hidden) + 6 * sizes.head)
