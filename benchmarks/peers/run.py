@@ -22,12 +22,10 @@ from rlvr_jax.models.decoder import init_params
 from rlvr_jax.models.weights import save_weights
 
 PEERS = {"trl": "TRL_PYTHON", "tunix": "TUNIX_PYTHON"}
-# The faster dtype of each peer, and micro-batches meant to fit into 16 GiB; TRL's and Tunix's sizes were not tuned.
+# Micro-batches meant to fit into 16 GiB; their sizes were not tuned.
 SETTINGS: dict[tuple[str, str], tuple[str, ...]] = {
-    ("trl", "tiny"): ("--dtype", "float32"),
-    ("trl", "smollm2"): ("--dtype", "bfloat16", "--micro", "16"),
-    ("tunix", "tiny"): ("--dtype", "float32"),
-    ("tunix", "smollm2"): ("--dtype", "float32", "--train-micro", "1"),
+    ("trl", "smollm2"): ("--micro", "16"),
+    ("tunix", "smollm2"): ("--train-micro", "1"),
 }
 COMPARED = ("step_s", "rollout_s", "ref_s", "update_s", "peak_rss_gib")
 
@@ -56,7 +54,9 @@ def run_peers(names: Sequence[str], ours: Mapping[str, Any], *, timeout_s: float
             command = [os.environ[PEERS[name]], str(script), "--model-dir", str(directory)]
             for key in ("prompts", "group", "prompt_len", "new_tokens", "steps", "warmup", "seed"):
                 command += [f"--{key.replace('_', '-')}", str(ours[key])]
-            command += SETTINGS[name, ours["model"]]
+            # TRL is faster in bfloat16, as we are, and Tunix in float32.
+            command += ["--dtype", ours["dtype"] if name == "trl" else "float32"]
+            command += SETTINGS.get((name, ours["model"]), ())
             reports.append({"peer": name, **_run(command, timeout_s)})
     return reports
 
