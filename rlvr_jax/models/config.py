@@ -116,6 +116,15 @@ class ModelConfig:
             raise ValueError(
                 f"local_layers need a sliding_window of at least 1; got {self.sliding_window}"
             )
+        scaling = self.rope_scaling
+        if scaling is not None and scaling.kind == "longrope":
+            expected = -(-int(self.head_dim * self.partial_rotary_factor) // 2)
+            got = (len(scaling.short_factors), len(scaling.long_factors))
+            if got != (expected, expected):
+                raise ValueError(
+                    f"longrope has {got[0]} short and {got[1]} long factors; expected {expected} of each, one for a "
+                    "frequency: half of what is rotated of a head"
+                )
         if not self.pre_norm and not self.post_norm:
             raise ValueError("pre_norm and post_norm are both off; expected at least one of them")
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:

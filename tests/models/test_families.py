@@ -18,7 +18,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from rlvr_jax.errors import WeightsError
-from rlvr_jax.models.config import ModelConfig
+from rlvr_jax.models.config import ModelConfig, RopeScaling
 from rlvr_jax.models.decoder import PARAM_AXES, attend_rows, bind
 from rlvr_jax.models.families import FAMILIES
 from rlvr_jax.models.families.settings import HARMLESS
@@ -407,6 +407,10 @@ def test_contradicting_fields_are_refused() -> None:
         ({"nope_layers": (-1,)}, r"nope_layers has \[-1\]"),
         ({"local_layers": (0,)}, "need a sliding_window of at least 1"),
         ({"pre_norm": False}, "both off"),
+        (
+            {"rope_scaling": RopeScaling(kind="longrope", factor=2.0)},
+            "0 short and 0 long factors; expected 2",
+        ),
         ({"num_experts": 2, "experts_per_token": 3}, "experts_per_token is 3"),
     ):
         with pytest.raises(ValueError, match=message):
