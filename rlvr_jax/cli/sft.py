@@ -12,9 +12,13 @@ def main(argv: Sequence[str]) -> int:
     parser = config_parser("rlvr sft", "Supervised fine-tuning on chat data.")
     config, workdir, args = parse_config_flags(argv, parser)
     # Imported once the command line is known to be right: a mistake in it shows at once.
+    from rlvr_jax.distributed.processes import is_first, joined
     from rlvr_jax.training.sft import train
 
-    summary = train(config, workdir, fresh=args.fresh)
+    with joined():
+        summary = train(config, workdir, fresh=args.fresh)
+        if not is_first():
+            return 0
     before, after = summary["eval_loss_before"], summary["eval_loss_after"]
     if after is not None:
         print(f"held-out loss {before:.4f} -> {after:.4f} nats a token")

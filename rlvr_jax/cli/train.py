@@ -13,7 +13,10 @@ def main(argv: Sequence[str]) -> int:
         "rlvr train", "Reinforcement learning from verifiable rewards; run it again to resume."
     )
     flags = parse_config_flags(argv, parser)
-    from rlvr_jax.training.rl import train  # after the flags: --help need not wait for jax
+    # After the flags: --help need not wait for jax.
+    from rlvr_jax.distributed.processes import joined
+    from rlvr_jax.training.rl import train
 
-    train(flags.config, flags.workdir, fresh=flags.args.fresh)
+    with joined():
+        train(flags.config, flags.workdir, fresh=flags.args.fresh)
     return 0

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlvr_jax.distributed.mesh import num_row_shards
+from rlvr_jax.distributed.placement import fetch, put
 from rlvr_jax.distributed.sharding import replicated, row_sharding
 from rlvr_jax.models.attention import key_bucket
 from rlvr_jax.models.config import ModelConfig
@@ -103,7 +104,7 @@ class Engine:
         ]
         found: list[list[Completion]] = []
         for rollout, count in pending:  # the device works on the next one meanwhile
-            arrays = jax.device_get(rollout)
+            arrays = fetch(rollout)
             found.extend(self._completions(arrays, index, params) for index in range(count))
         return found
 
@@ -138,8 +139,8 @@ class Engine:
             tokens[row, : len(prompt)] = prompt
             lengths[row], ids[row] = len(prompt), request_id
         sharding = row_sharding(self.mesh)
-        arguments = jax.device_put((tokens, lengths, ids), (sharding,) * 3)
-        seed = jax.device_put(np.uint32(params.seed), replicated(self.mesh))
+        arguments = put((tokens, lengths, ids), (sharding,) * 3)
+        seed = put(np.uint32(params.seed), replicated(self.mesh))
         with jax.set_mesh(self.mesh):
             rollout = self._generate(
                 self._params,

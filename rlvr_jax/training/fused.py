@@ -23,6 +23,8 @@ from jax.experimental import io_callback
 from jax.typing import ArrayLike
 
 from rlvr_jax.algorithms.shaping import filter_groups, overlong_penalty
+from rlvr_jax.distributed.placement import fetch, put
+from rlvr_jax.distributed.processes import DEADLINE_S, gather
 from rlvr_jax.distributed.sharding import constrain, replicated, row_sharding, spec
 from rlvr_jax.envs.single_turn import Judge, make_trajectory, request_id, response_text
 from rlvr_jax.errors import ConfigError
@@ -33,6 +35,7 @@ from rlvr_jax.rollout.engine import min_rows
 from rlvr_jax.rollout.generate import Rollout, generate
 from rlvr_jax.text.chat import ChatTemplate
 from rlvr_jax.text.tokenizer import Tokenizer
+from rlvr_jax.training.shared_judge import decode_rewards, encode_rewards
 from rlvr_jax.training.step import Learner, Metrics, update, with_advantages, with_reference
 from rlvr_jax.types import (
     Completion,
@@ -213,6 +216,17 @@ class HostJudge:
                     scored[at, sample] = 1.0
         return scores, scored
 
+    def share(self) -> None:
+        """Makes ``rewards`` and ``texts`` those of all rows, when the program of every process has ended."""
+        if jax.process_count() == 1:
+            return
+        own = [
+            [row, encode_rewards(rewards), self.texts[row]] for row, rewards in self.rewards.items()
+        ]
+        for share in gather("fused", own, deadline_s=DEADLINE_S + self._deadline_s):
+            for row, rewards, texts in share:
+                self.rewards[row], self.texts[row] = decode_rewards(rewards), texts
+
     def _verdicts(self, pairs: Sequence[tuple[Task, str]]) -> list[tuple[Reward, ...]]:
         answers: queue.SimpleQueue[list[tuple[Reward, ...]] | Reward] = queue.SimpleQueue()
 
@@ -319,12 +333,13 @@ class FusedStep:
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         ids = np.array([request_id(step, task) for task in tasks], np.uint32)
         numbers = np.arange(len(tasks), dtype=np.int32)
-        arrays = jax.device_put((tokens, lengths, ids, numbers), row_sharding(mesh))
-        scalars = jax.device_put((np.uint32(params.seed), np.float32(kl_coef)), replicated(mesh))
+        arrays = put((tokens, lengths, ids, numbers), row_sharding(mesh))
+        scalars = put((np.uint32(params.seed), np.float32(kl_coef)), replicated(mesh))
         self.host.begin(tasks)
         with jax.set_mesh(mesh):
             state, metrics, rollout = self._program(state, reference, *arrays, *scalars)
-        rollout = jax.device_get(rollout)
+        rollout = fetch(rollout)
+        self.host.share()
         return state, metrics, self._groups(tasks, prompts, rollout, step)
 
     def _groups(

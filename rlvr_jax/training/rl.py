@@ -3,6 +3,9 @@
 Reads like the flow of the stack: curriculum, rollouts, verdicts, groups, advantages, packed batch, update, and back to
 the engine. ``staged`` runs these phases one after another; ``fused`` runs rollout, verification and update as one
 jitted program (``training/fused.py``), from the same parts.
+
+With several processes each runs all of this: they sample as one program, have their shares of the responses judged,
+hold the same groups from then on, and so take the same decisions. The first one alone writes.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from rlvr_jax.algorithms.shaping import overlong_penalty
 from rlvr_jax.checkpoint.manager import Checkpointer
 from rlvr_jax.data.packing import pack_groups, row_length
 from rlvr_jax.distributed.mesh import make_mesh, num_row_shards
+from rlvr_jax.distributed.processes import PreemptionNotice, is_first, on_first
 from rlvr_jax.envs.single_turn import DomainJudge, check_verifiers, run_groups
 from rlvr_jax.errors import ConfigError, MismatchError
 from rlvr_jax.metrics import Counters, MetricsLogger, PhaseTimer, read_metrics
@@ -41,6 +45,7 @@ from rlvr_jax.text.chat import ChatTemplate
 from rlvr_jax.training.fused import check_divides, groups_with_signal, make_fused_step
 from rlvr_jax.training.policy import load_pretrained
 from rlvr_jax.training.report import read_summary, write_report
+from rlvr_jax.training.shared_judge import SharedJudge, deadline_s
 from rlvr_jax.training.state import (
     OptimizerConfig,
     abstract_state,
@@ -50,7 +55,7 @@ from rlvr_jax.training.state import (
     state_shardings,
 )
 from rlvr_jax.training.step import StepConfig, make_learner, merge_updates
-from rlvr_jax.training.workdir import open_workdir
+from rlvr_jax.training.workdir import open_workdir, preempted
 from rlvr_jax.trajectories.store import ParquetStore
 from rlvr_jax.types import Group, SamplingParams, Task, TrainBatch
 
@@ -62,7 +67,8 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
 
     Args:
       config: as ``configs/rl_quickstart.py``.
-      workdir: gets checkpoints, trajectories, metrics and the report; a run that was cut off is resumed.
+      workdir: gets checkpoints, trajectories, metrics and the report; a run that was cut off is resumed, on any number
+        of processes and any mesh.
       fresh: start over.
 
     Returns:
@@ -73,6 +79,8 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
       WeightsError: no such model.
       CheckpointError: a checkpoint could not be written; the one before is intact.
       MismatchError: sampler and trainer disagree by more than ``config.max_mismatch``.
+      Preempted: SIGTERM came; the run was saved after the step at hand.
+      ProcessError: another process of the run was lost.
     """
     clock = time.perf_counter()
 
@@ -128,11 +136,15 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
     workdir = open_workdir(workdir, config, fresh=fresh)  # nothing is wrong with the settings
     store = ParquetStore(workdir / "trajectories")
     held_out_store = ParquetStore(workdir / "held_out")
+    writes = is_first()
 
     with (
         VerifierPool(config.verifiers.num_workers, config.verifiers.timeout_s) as pool,
         Checkpointer(workdir / "checkpoints", keep=config.checkpoint.keep) as checkpointer,
-        MetricsLogger(workdir, total_steps=config.num_steps) as logger,
+        MetricsLogger(
+            workdir if writes else None, total_steps=config.num_steps, console=writes
+        ) as logger,
+        PreemptionNotice() as notice,
     ):
         # Where it starts: the newest checkpoint, or the pretrained weights. Before the first sample, in either case.
         reference = learner.place(pretrained.params) if step_config.use_reference else None
@@ -153,7 +165,8 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
             kl_controller = KLController(**restored.host["kl_controller"])
             logger.info(f"resuming after step {first_step} of {config.num_steps}")
         del pretrained, restored  # their arrays are on the devices now
-        store.truncate(first_step)
+        if writes:
+            store.truncate(first_step)
         logger.truncate(first_step)
 
         engine = Engine(
@@ -166,12 +179,14 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
             policy_version=first_step,
         )
         judge = DomainJudge(pool)
+        # Of a verdict, with as long again for restarting the worker.
+        verdict_s = 2 * config.verifiers.timeout_s / pool.num_workers
         rollout = functools.partial(
             run_groups,
             sampler=engine,
             tokenizer=tokenizer,
             chat=chat,
-            judge=judge,
+            judge=SharedJudge(judge, timeout_s=verdict_s),
             params=sampling,
             tasks_per_call=max(1, config.rollout.max_rows // group_size),
         )
@@ -184,14 +199,12 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
             group_size=group_size,
             overlong_buffer=config.algorithm.overlong_buffer,
             mask_truncated=config.algorithm.mask_truncated,
-            # Every verdict at its deadline, one after another, and as long again for restarting workers.
-            deadline_s=60.0
-            + 2 * config.verifiers.timeout_s * tasks_per_step * group_size / pool.num_workers,
+            deadline_s=deadline_s(tasks_per_step * group_size, verdict_s),
         )
 
         def hold_out(step: int) -> list[Group]:
             """Answers to the held-out tasks after ``step`` updates; sampled once, then read from disk."""
-            if step not in held_out_store.steps():
+            if not on_first("held out", lambda: step in held_out_store.steps()):
                 if step != engine.policy_version:
                     raise ConfigError(
                         f"{workdir}/held_out has no answers of step {step}, and the weights are those of step "
@@ -199,8 +212,9 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
                     )
                 logger.info(f"answering {len(held_out)} held-out tasks after {step} steps")
                 answers = rollout(held_out, group_size=config.eval.num_samples, step=step)
-                held_out_store.append(answers)
-            return held_out_store.read(step)
+                if writes:
+                    held_out_store.append(answers)
+            return held_out_store.read(step) if writes else []  # who writes reports
 
         def checkpoint(step: int) -> None:
             checkpointer.save(
@@ -217,6 +231,10 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
         before = hold_out(0)
         timer = PhaseTimer()
         for step in range(first_step, config.num_steps):
+            if notice.reached(step):
+                checkpoint(step)
+                checkpointer.wait()
+                raise preempted(step, config.num_steps, workdir)
             began = time.perf_counter()
             tasks = curriculum.sample(step, tasks_per_step)
             if config.schedule == "fused":
@@ -269,7 +287,8 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
                         state, metrics = learner.train_step(state, minibatch)
                         updates.append(metrics)
             engine.load_params(state.params, policy_version=step + 1)
-            store.append(sampled)  # the device is busy with the update meanwhile
+            if writes:
+                store.append(sampled)  # the device is busy with the update meanwhile
             with timer("update"):
                 updates = jax.device_get(updates)
             rate = float(np.asarray(learning_rate(counters.totals.get("updates", 0))))
@@ -307,22 +326,26 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
 
         after = hold_out(config.num_steps)
         checkpointer.wait()
-        seconds = seconds_before + time.perf_counter() - clock
-        done = read_summary(workdir)
-        if done is not None and done["steps"] == first_step == config.num_steps:
-            seconds = done["seconds"]  # nothing was left to do
-        return write_report(
-            workdir,
-            before=before,
-            after=after,
-            metrics=read_metrics(workdir),
-            seconds=seconds,
-            steps=config.num_steps,
-            seed=seed,
-            model=config.model,
-            device=jax.devices()[0].device_kind,
-            say=logger.info,
-        )
+
+        def report() -> dict[str, Any]:
+            seconds = seconds_before + time.perf_counter() - clock
+            done = read_summary(workdir)
+            if done is not None and done["steps"] == first_step == config.num_steps:
+                seconds = done["seconds"]  # nothing was left to do
+            return write_report(
+                workdir,
+                before=before,
+                after=after,
+                metrics=read_metrics(workdir),
+                seconds=seconds,
+                steps=config.num_steps,
+                seed=seed,
+                model=config.model,
+                device=jax.devices()[0].device_kind,
+                say=logger.info,
+            )
+
+        return on_first("report", report)
 
 
 def uses_reference(config: ConfigDict) -> bool:

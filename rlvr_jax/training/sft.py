@@ -29,7 +29,8 @@ from rlvr_jax.checkpoint.manager import Checkpointer
 from rlvr_jax.data.loader import ChatDataset, chat_dataset
 from rlvr_jax.data.sources import Source, open_source, split_source
 from rlvr_jax.distributed.mesh import make_mesh, num_row_shards
-from rlvr_jax.distributed.sharding import replicated, spec
+from rlvr_jax.distributed.processes import PreemptionNotice, is_first, on_first
+from rlvr_jax.distributed.sharding import replicated, row_sharding, spec
 from rlvr_jax.errors import ConfigError
 from rlvr_jax.metrics import MetricsLogger
 from rlvr_jax.models.config import ModelConfig
@@ -46,9 +47,10 @@ from rlvr_jax.training.state import (
     state_shardings,
 )
 from rlvr_jax.training.step import Metrics, gradient_step
-from rlvr_jax.training.workdir import open_workdir
+from rlvr_jax.training.workdir import open_workdir, preempted
 from rlvr_jax.types import TrainBatch, TrainState
 
+SAVE_DEADLINE_S = 4 * 3600.0  # for process 0 to write the model, while the others wait
 # (params, batch [B, T]) -> float32[B, T], nats, 0 where nothing is trained
 Loss = Callable[[Params, TrainBatch], jax.Array]
 
@@ -77,6 +79,8 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
       ConfigError, ValueError: a setting or a record that cannot work.
       WeightsError: no such model.
       CheckpointError: a checkpoint could not be written; the one before is intact.
+      Preempted: SIGTERM came; the run was saved after the step at hand.
+      ProcessError: another process of the run was lost.
     """
     clock = time.perf_counter()
 
@@ -89,6 +93,7 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
     optimizer = make_optimizer(optimizer_config)
     shardings = state_shardings(model, optimizer, mesh)
     _check_settings(config, model, num_row_shards(mesh))
+    _check_row_shards(mesh)
 
     # What it learns from, and what it is judged on.
     sources = [open_source(source) for source in config.data.sources]
@@ -147,11 +152,12 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
         jax.set_mesh(mesh),
         Checkpointer(folder / "checkpoints", keep=config.checkpoint.keep) as checkpointer,
         MetricsLogger(
-            folder if jax.process_index() == 0 else None,
+            folder if is_first() else None,
             total_steps=config.num_steps,
-            console=jax.process_index() == 0,
+            console=is_first(),
             columns=COLUMNS,
         ) as logger,
+        PreemptionNotice() as notice,
     ):
         # Where it starts: the newest checkpoint, or the pretrained weights.
         step, seconds = 0, 0.0
@@ -180,6 +186,12 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
         last: tuple[int, dict[str, Any]] | None = None
         began = time.perf_counter()
         while step < config.num_steps:
+            if notice.reached(step):
+                if last is not None:
+                    logger.log(*jax.device_get(last))
+                save()
+                checkpointer.wait()
+                raise preempted(step, config.num_steps, folder)
             batch = next(data, None)
             if batch is None:  # config.data.num_epochs are over
                 break
@@ -220,11 +232,14 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
         "device": jax.devices()[0].device_kind,
         "data": data.counts,
     }
-    if jax.process_index() == 0:
+
+    def report() -> dict[str, Any]:
         shutil.rmtree(folder / "model", ignore_errors=True)
         save_weights(folder / "model", model, params, tokenizer_files=tokenizer.files())
         (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    return summary
+        return summary
+
+    return on_first("report", report, deadline_s=SAVE_DEADLINE_S)
 
 
 def negative_log_likelihood(
@@ -314,6 +329,19 @@ def _on_host(params: Params) -> Params:
         return multihost_utils.process_allgather(array, tiled=True)
 
     return jax.tree.map(gather, params)
+
+
+def _check_row_shards(mesh: jax.sharding.Mesh) -> None:
+    """Raises ConfigError when two processes hold the same rows of a batch: each reads its own."""
+    rows = num_row_shards(mesh)
+    held = row_sharding(mesh).addressable_devices_indices_map((rows,)).values()
+    own = len({str(index) for index in held})
+    if own * jax.process_count() != rows:
+        raise ConfigError(
+            f"a process has {len(mesh.local_devices)} of the devices of mesh {dict(mesh.shape)}, and with them {own} "
+            f"of {rows} shards of a batch's rows; expected {rows} / {jax.process_count()} processes, so that none is "
+            "read twice: give config.mesh a data or fsdp axis that is a multiple of the number of processes"
+        )
 
 
 def _check_settings(config: ConfigDict, model: ModelConfig, num_shards: int) -> None:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from rlvr_jax.distributed.placement import put
 from rlvr_jax.distributed.sharding import param_shardings, replicated, shardings_like
 from rlvr_jax.models.config import ModelConfig
 from rlvr_jax.models.decoder import PARAM_AXES, Params, abstract_params
@@ -158,9 +159,9 @@ def init_state(
     """
     shardings = state_shardings(config, optimizer, mesh)
     placed = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=shardings.params)(
-        jax.device_put(params, shardings.params)
+        put(params, shardings.params)
     )
     opt_state = jax.jit(optimizer.init, out_shardings=shardings.opt_state)(placed)
-    step = jax.device_put(np.int32(0), shardings.step)
-    key = jax.device_put(np.asarray(jax.random.key_data(jax.random.key(seed))), shardings.key)
+    step = put(np.int32(0), shardings.step)
+    key = put(np.asarray(jax.random.key_data(jax.random.key(seed))), shardings.key)
     return TrainState(step=step, params=placed, opt_state=opt_state, key=key)

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
 
-from rlvr_jax.errors import ConfigError
+from rlvr_jax.distributed.processes import gather, on_first
+from rlvr_jax.errors import ConfigError, Preempted
 
 CONFIG_FILE = "config.json"
 # Settings that may change when a run goes on: how long, how often, on what machine.
 FREE = ("num_steps", "checkpoint.", "mesh.", "verifiers.", "rollout.max_rows", "max_mismatch")
+VISIBLE_WITHIN_S = 60.0
 OURS = ("checkpoints", "trajectories", "held_out", "model", "tensorboard", "metrics.jsonl")
 OURS += (CONFIG_FILE, "summary.json", "curve.png")
 
 
 def open_workdir(workdir: str | Path, config: ConfigDict, *, fresh: bool) -> Path:
-    """Makes the folder ready, and saves the resolved config in it.
+    """Makes the folder ready, and saves the resolved config in it. Of several processes, the first one does.
 
     Args:
       workdir: made if absent.
@@ -29,9 +32,38 @@ def open_workdir(workdir: str | Path, config: ConfigDict, *, fresh: bool) -> Pat
 
     Raises:
       ConfigError: it cannot be written, or holds a run with other settings. A run that got nowhere (no step of
-        anything is there) may be started again with any.
+        anything is there) may be started again with any. Or the processes do not see the same folder.
+      ProcessError: (on the other processes) it was wrong on the first.
     """
     path = Path(workdir).resolve()
+    on_first("workdir", lambda: _prepare(path, config, fresh=fresh))
+    seen = gather("seen", _appears(path / CONFIG_FILE))
+    if not all(seen):
+        raise ConfigError(
+            f"workdir {path}: process {seen.index(False)} of {len(seen)} does not see what process 0 wrote there; "
+            "expected one folder that all processes share (NFS, say): choose another --workdir"
+        )
+    return path
+
+
+def preempted(step: int, num_steps: int, workdir: Path) -> Preempted:
+    """To be raised once the run is saved."""
+    return Preempted(
+        f"told to stop after step {step} of {num_steps}: all of it is in {workdir}, and the same command goes on"
+    )
+
+
+def _appears(file: Path) -> bool:
+    """Whether the file is there, or comes within the time for which network file systems keep what they know."""
+    deadline = time.monotonic() + VISIBLE_WITHIN_S
+    while not file.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(1.0)
+    return True
+
+
+def _prepare(path: Path, config: ConfigDict, *, fresh: bool) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
         probe = path / ".writable"
@@ -62,7 +94,6 @@ def open_workdir(workdir: str | Path, config: ConfigDict, *, fresh: bool) -> Pat
     partial = file.with_suffix(".partial")
     partial.write_text(json.dumps(wanted, indent=2) + "\n")
     partial.replace(file)
-    return path
 
 
 def _check_same_run(saved: Any, wanted: Any, path: Path) -> None:

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from rlvr_jax.cli.main import COMMANDS, main
-from rlvr_jax.errors import CheckpointError, ConfigError, MissingExtraError, WeightsError
+from rlvr_jax.errors import (
+    CheckpointError,
+    ConfigError,
+    MissingExtraError,
+    Preempted,
+    ProcessError,
+    WeightsError,
+)
 
 
 @pytest.fixture
@@ -69,6 +76,7 @@ def raiser(error):
         WeightsError("no weights"),
         CheckpointError("disk full"),
         MissingExtraError("gguf is not installed"),
+        ProcessError("process 1 of 2 was lost"),
         PermissionError(13, "Permission denied", "/runs"),
     ],
 )
@@ -98,6 +106,15 @@ def test_rlvr_traceback_lets_the_error_through(command, monkeypatch):
     command(raiser(ConfigError("batch_size is 6")))
     with pytest.raises(ConfigError, match="batch_size is 6"):
         main(["train"])
+
+
+def test_a_run_that_was_told_to_stop_and_saved_itself_has_not_failed(command, capsys, monkeypatch):
+    monkeypatch.delenv("RLVR_PREEMPTED_STATUS", raising=False)
+    command(raiser(Preempted("told to stop after step 3 of 9")))
+    assert main(["train"]) == 0
+    assert capsys.readouterr().err == "rlvr: told to stop after step 3 of 9\n"
+    monkeypatch.setenv("RLVR_PREEMPTED_STATUS", "75")  # a scheduler that has to know
+    assert main(["train"]) == 75
 
 
 def test_an_interrupt_is_status_130(command, capsys):

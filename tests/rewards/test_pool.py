@@ -155,6 +155,15 @@ def test_a_worker_killed_while_idle_costs_no_verdict():
         assert [r.status for r in judge(pool, "1", "2")] == ["ok", "ok"]
 
 
+def test_a_notice_to_all_processes_of_a_job_leaves_the_workers_at_work(pool):
+    judge(pool, "1")
+    workers = psutil.Process().children()
+    for worker in workers:
+        worker.terminate()
+    assert [r.status for r in judge(pool, *map(str, range(40)))] == ["ok"] * 40
+    assert psutil.Process().children() == workers
+
+
 def test_scoring_from_several_threads_at_once(pool):
     results = {}
 
