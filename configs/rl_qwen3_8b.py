@@ -5,8 +5,8 @@
     rlvr train --config configs/rl_qwen3_8b.py --config.model=DIR/Qwen3-8B --workdir runs/qwen3_8b
     rlvr train --config configs/rl_qwen3_8b.py:tiny --workdir runs/tiny         # random weights, under a minute
 
-DIR/Qwen3-8B is a Hugging Face directory. docs/planning.md has the plans; that for v5e, compiled, does not fit yet: take what
-``rlvr plan`` proposes. Time and pass rate of a run: not measured yet.
+DIR/Qwen3-8B is a Hugging Face directory. docs/planning.md has the plans; that for v5e, compiled, does not fit yet: take
+what ``rlvr plan`` proposes. Time and pass rate of a run: not measured yet.
 """
 
 from __future__ import annotations
