@@ -248,6 +248,11 @@ class Decoder(nnx.Module):
         """What ``logits`` multiplies with: float32[V, D] of the tied embedding, or float32[D, V]."""
         return self.embed.embedding[...] if self.config.tie_embeddings else self.head.kernel[...]
 
+    def gathered_head(self) -> jax.Array:
+        """``head_kernel`` gathered over fsdp, for a loop that uses it many times."""
+        axes = PARAM_AXES["embed/embedding" if self.config.tie_embeddings else "head/kernel"]
+        return constrain(self.head_kernel, *(None if axis == "embed" else axis for axis in axes))
+
     def logits(self, hidden: jax.Array, kernel: jax.Array | None = None) -> jax.Array:
         """float32[N, V] from dtype[N, D]; the head is float32 in every compute dtype.
 

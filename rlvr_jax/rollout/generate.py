@@ -88,9 +88,10 @@ def generate(
     last = jnp.maximum(prompt_lengths - 1, 0)
     hidden = jnp.take_along_axis(hidden.reshape(P, S, -1), last[:, None, None], axis=1)[:, 0]
     hidden = constrain(jnp.repeat(hidden, G, axis=0), "rows", None)
+    head = model.gathered_head()
 
     def next_tokens(hidden: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logits = transform_logits(model.logits(hidden), transform)
+        logits = transform_logits(model.logits(hidden, head), transform)
         return draw(logits, uniforms(keys, lengths + index), greedy=greedy)
 
     def is_stop(tokens: jax.Array) -> jax.Array:
