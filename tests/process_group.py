@@ -11,6 +11,8 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
+# XLA:CPU ends a process of which a device waits 40 s for the others, as it may on a machine with other work.
+PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=300"
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
 
 
@@ -41,7 +43,9 @@ class ProcessGroup:
                 "JAX_PROCESS_ID": str(index),
                 "RLVR_HEARTBEAT_S": str(heartbeat_s),
             }
-            ours = {"XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count={devices}"}
+            ours = {
+                "XLA_FLAGS": f"{flags} {PATIENCE} --xla_force_host_platform_device_count={devices}"
+            }
             with self._logs[index].open("w") as log:
                 process = subprocess.Popen(
                     [sys.executable, *map(str, arguments)],

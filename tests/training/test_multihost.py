@@ -1,5 +1,6 @@
 """Two processes of four devices train as one process of eight does; one that is lost or told to stop costs no work."""
 
+import json
 import os
 import random
 import signal
@@ -34,14 +35,21 @@ def config(**more):
     return override(get_config(), **{**SETTINGS, **more})
 
 
-def train_together(folder, **more):
-    """``rlvr train`` by two processes of four devices."""
+def train_together(folder, *, count=2, **more):
+    """``rlvr train`` by ``count`` processes, with eight devices in all."""
     flags = [
         f"--config.{key.replace('__', '.')}={value}" for key, value in {**SETTINGS, **more}.items()
     ]
     file = REPOSITORY / "tests" / "training" / "toy_config.py"
     command = ["-m", "rlvr_jax", "train", f"--config={file}", f"--workdir={folder}", *flags]
-    return process_group(*command, folder=folder.with_suffix(".logs"))
+    logs = folder.with_suffix(f".logs{count}")
+    return process_group(*command, folder=logs, count=count, devices=8 // count)
+
+
+def train_alone(folder, **more):
+    """The same by one process of eight devices: not this one, which XLA would end if it had to wait for long."""
+    with train_together(folder, count=1, **more) as group:
+        assert group.wait(600) == [0], group.log(0)[-3000:]
 
 
 def assert_same(found, expected):
@@ -61,8 +69,8 @@ def assert_same(found, expected):
 @pytest.fixture(scope="module")
 def one(tmp_path_factory):
     """The run of one process, undisturbed."""
-    folder = tmp_path_factory.mktemp("one")
-    rl.train(config(), folder)
+    folder = tmp_path_factory.mktemp("one") / "run"
+    train_alone(folder)
     return folder
 
 
@@ -73,7 +81,7 @@ def test_two_processes_sample_and_train_like_one(one, tmp_path, schedule):
     expected = one
     if schedule == "fused":
         expected = tmp_path / "one"
-        rl.train(config(schedule="fused"), expected)
+        train_alone(expected, schedule="fused")
     with train_together(tmp_path / "two", schedule=schedule) as group:
         assert group.wait(600) == [0, 0], group.log(0)[-3000:] + group.log(1)[-3000:]
     assert "held-out pass rate" in group.log(0)
@@ -93,8 +101,8 @@ def test_a_notice_to_one_process_saves_the_run_which_goes_on_with_another_number
     assert not (folder / "summary.json").exists()
     [saved] = (folder / "checkpoints").glob("step_*/manifest.json")
     assert 1 <= int(saved.parent.name.removeprefix("step_")) < NUM_STEPS
-    summary = rl.train(config(mesh__data=8, mesh__fsdp=1), folder)
-    assert summary["steps"] == NUM_STEPS
+    train_alone(folder, mesh__data=8, mesh__fsdp=1)
+    assert json.loads((folder / "summary.json").read_text())["steps"] == NUM_STEPS
     assert_same(folder, one)
 
 
