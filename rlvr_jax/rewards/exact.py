@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import unicodedata
 
 from rlvr_jax.rewards.extraction import check_mode, extract
 from rlvr_jax.rewards.registry import VERIFIERS, accepted_answers
 from rlvr_jax.types import Task
 
+_EMPHASIS = re.compile(  # Markdown
+    r"(?<!\S)(\*\*|__|[*_`])(?=\S)([^*_`\n]+)(?<=\S)\1(?![\w*_`])"
+)
 _OPENING = "([{\"'“‘«"
 _CLOSING = ".,;:!?)]}\"'”’»"
 
@@ -21,7 +25,8 @@ class Exact:
       mode: where the answer is: ``whole``, ``tagged`` or ``boxed`` (see ``extraction``).
       ignore_case: compare case-folded.
       ignore_whitespace: any run of white space is one space.
-      ignore_punctuation: drop punctuation around words; inside them, and signs, it stays (-3 is never 3).
+      ignore_punctuation: drop punctuation and Markdown emphasis around words; inside them, and signs, it stays (-3 is
+        never 3).
     """
 
     name = "exact"
@@ -46,8 +51,10 @@ class Exact:
         if self.ignore_case:
             text = text.casefold()
         if self.ignore_punctuation:
-            pieces = (word.lstrip(_OPENING).rstrip(_CLOSING) for word in text.split(" "))
-            text = " ".join(piece for piece in pieces if piece)
+            words = _EMPHASIS.sub(r"\2", text)
+            words = re.split(r"(\s+)", words)
+            words = [word.lstrip(_OPENING).rstrip(_CLOSING) for word in words]
+            text = "".join(words).strip() or text  # an answer that is punctuation stays what it is
         return " ".join(text.split()) if self.ignore_whitespace else text
 
 

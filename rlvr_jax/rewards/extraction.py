@@ -20,6 +20,7 @@ from typing import Literal, get_args
 ExtractMode = Literal["whole", "tagged", "boxed"]
 
 _BOX_EVENT = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
+_FENCE = re.compile(r"(`{3,}(?=[^`]*$)|~{3,})")
 _MARKER = "answer"
 
 
@@ -107,14 +108,16 @@ def tagged(text: str) -> str | None:
 
 
 def fenced_blocks(text: str) -> list[str]:
-    """Returns the contents of the complete Markdown code fences, in order."""
+    """Returns the contents of the complete Markdown code fences, of three or more backticks or tildes, in order."""
     blocks: list[str] = []
     block: list[str] | None = None
+    fence = ""
     for line in text.split("\n"):
         stripped = line.strip()
-        if block is None and stripped.startswith("```") and "`" not in stripped[3:]:
-            block = []
-        elif block is not None and stripped == "```":
+        opening = _FENCE.match(stripped) if block is None else None
+        if opening is not None:
+            block, fence = [], opening.group(1)
+        elif block is not None and stripped.startswith(fence) and not stripped.strip(fence[0]):
             blocks.append("\n".join(block))
             block = None
         elif block is not None:

@@ -10,6 +10,7 @@ from rlvr_jax.rewards.extraction import last_boxed
 from rlvr_jax.rewards.registry import VERIFIERS
 from rlvr_jax.types import Task
 
+_LATEX_SPACE = re.compile(r"[{}~$]|\\[ ,;:!]")
 _TAG_NAME = re.compile(r"[A-Za-z][\w-]*")
 
 
@@ -55,7 +56,7 @@ class Format:
         yield self._tags_hold(response)
         yield self._sections_hold(response)
         if self.boxed:
-            yield bool((last_boxed(response) or "").strip())
+            yield _says(_LATEX_SPACE.sub("", last_boxed(response) or ""))
 
     def _tags_hold(self, response: str) -> bool:
         position = 0
@@ -64,7 +65,7 @@ class Format:
             if response.count(opening) != 1 or response.count(closing) != 1:
                 return False
             start, end = response.find(opening), response.find(closing)
-            if start < position or end < start or not response[start + len(opening) : end].strip():
+            if start < position or end < start or not _says(response[start + len(opening) : end]):
                 return False
             if self.only and response[position:start].strip():
                 return False
@@ -84,9 +85,14 @@ class Format:
         ends = [*starts, len(lines)][1:]
         for section, start, end in zip(self.sections, starts, ends, strict=True):
             body = [lines[start].strip()[len(section.strip()) :], *lines[start + 1 : end]]
-            if not "".join(body).strip():
+            if not _says("".join(body)):
                 return False
         return True
+
+
+def _says(text: str) -> bool:
+    """Whether there is anything to see in a text: not only white space and invisible characters."""
+    return any(character.isprintable() and not character.isspace() for character in text)
 
 
 def _starts(line: str, section: str) -> bool:

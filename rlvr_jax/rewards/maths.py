@@ -28,6 +28,8 @@ _COMMANDS = re.compile(
     r"\\(?:int|sum|prod|lim|to|infty|rightarrow|[dt]?frac|sqrt|cdot|times|pi|sin|cos|tan|ln|log|exp|[lg]eq?|mathrm"
     r"|alpha|beta|gamma|theta|lambda|mu|phi|omega)(?![a-zA-Z])|\\[,;:! ]"
 )
+# A power of a number in an exponent. x^2 in one is harmless: in e^{-x^2}.
+_TOWER = re.compile(r"\^\s*(?:[{(][^})]*\d\s*\^|\w\s*\^)")
 _CHARACTERS = re.compile(r"[A-Za-z0-9\\{}()\[\]+\-*/^_=.,!;:|\s]*")
 _WHITE_SPACE = re.compile(
     r"(?:\s|~|\\[,;:! ]|\\q?quad(?![a-zA-Z])|\\left(?![a-zA-Z])|\\right(?![a-zA-Z]))+"
@@ -132,7 +134,8 @@ def _allowed(text: str) -> bool:
         and len(text) <= 300
         and _CHARACTERS.fullmatch(text) is not None
         and "\\" not in _COMMANDS.sub("", text)
-        and not re.search(r"\d{7}|\^\s*\{?\s*-?\d{4}|\^[^\^]{0,20}\^", text)
+        and not re.search(r"\d{7}|\^\s*\{?\s*-?\d{4}", text)
+        and not _TOWER.search(text)
         and not re.search(r"(?<!\\)\b[A-Za-z]{4,}", re.sub(r"\\[a-zA-Z]+", " ", text))
     )
 

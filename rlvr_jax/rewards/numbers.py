@@ -20,6 +20,7 @@ _MINUS = dict.fromkeys(
     "\u2212\u2010\u2011\u2012\u2013\ufe63\uff0d", "-"
 )  # not the em dash: it is punctuation
 _SPACES = dict.fromkeys("\u00a0\u2007\u2008\u2009\u200a\u202f", "\u2009")
+_INVISIBLE = re.compile("[\u00ad\u200b-\u200f\u2060-\u2063\u2066-\u2069\ufeff]")
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
 _REWRITES = tuple(
     (re.compile(pattern), replacement)
@@ -28,6 +29,14 @@ _REWRITES = tuple(
         (r"(?<=\d)(?:\{,\}|,\\!)(?=\d)", ","),
         (r"(?<=\d)(?:\u2009|\\[,!;: ])(?=\d{3}(?!\d))", ""),
         (r"(?<=\d)['’_](?=\d{3}(?!\d))", ""),
+        (  # 1.234.567 and 1.234,5, which can be read in one way only
+            r"(?<![\w.,])\d{1,3}(?:(?:\.\d{3}){2,}(?:,\d+)?|\.\d{3},\d+)(?![\w/]|[.,]\d)",
+            lambda m: m[0].replace(".", "").replace(",", "."),
+        ),
+        (  # "minus 3" is -3, but not in "5 minus 3"
+            r"([\d)\]}%] ?)?\b(?:[Mm]inus|[Nn]egative) (?=[\d.])",
+            lambda m: f"{m[1]}- " if m[1] else "-",
+        ),
         (r"(?<![\w.,/])\d{1,3}(?: \d{3})+(?![\w/]|[.,]\d)", lambda m: m[0].replace(" ", "")),
         (r"10([⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+)", lambda m: "10^" + m[1].translate(_SUPERSCRIPTS)),
         (r"(\d?)[ ]?\\[dtc]?frac[ ]?\{[ ]?(\d+)[ ]?\}[ ]?\{[ ]?(\d+)[ ]?\}", r"\1 \2/\3"),
@@ -45,10 +54,19 @@ _REWRITES = tuple(
 )
 _UNWRAP = re.compile(r"\\(?:boxed|fbox|text|textbf|mathrm|mathbf)[ ]?\{([^{}]*)\}")
 _CANDIDATE = re.compile(r"(?:\d+[ \t]+(?=\d+/\d))?(?:\d|\.\d)[\d.,:/]*(?:[eE][-+]?\d+)?")
-_AFTER = re.compile(r"(?:\^\\circ|\^\{\\circ\}|\\degree|°)?(?P<percent>[ ]?%|[ ]percent\b)?")
+_AFTER = re.compile(r"(?:\^\\circ|\^\{\\circ\}|\\degree|°)?(?P<percent>[ ]?%|[ ]per[ ]?cent\b)?")
 # A number followed by these is part of a larger expression, not the answer.
 _CONTINUES = re.compile(
     r"[ ]?\\(?!q?quad|text|mathrm|mbox)[a-zA-Z]|[\^}√π∞²³¹⁰⁴-⁹]|[xX][0-9a-fA-F]"
+    r"|[xyzniKkMB](?![a-zA-Z])|[ ](?:hundred|thousand|million|billion|trillion)\b"
+)
+_DENIED = re.compile(r"(?:\bnot|n't|≠|\\neq?|!=)\s*$")
+# Words that make the one number beside them no answer.
+_HEDGE = re.compile(
+    r"\b(?:not|never|neither|wrong|incorrect|false|or|maybe|except|between|(?:more|less|greater|fewer) than"
+    r"|at (?:least|most))\b"
+    r"|n't|[≠<>≤≥]|!=|\\(?:neq?|leq?|geq?|lt|gt)(?![a-zA-Z])",
+    re.IGNORECASE,
 )
 _GROUPED = re.compile(r"\d{1,3}(?:,\d{3})+|\d{1,2}(?:,\d{2})+,\d{3}")
 _SIGNED = re.compile(r"([-+])([ \t]?)$")
@@ -62,8 +80,10 @@ class Number:
     percent: bool = False
 
     def values(self) -> tuple[Fraction, ...]:
-        """The values it stands for: 50% is 0.5, and 50 where a percentage was asked for."""
-        return (self.value, self.value / 100) if self.percent else (self.value,)
+        """The values it stands for: 50% is 0.5, and 50 where a percentage was asked for (0.5% is never 0.5)."""
+        if not self.percent:
+            return (self.value,)
+        return (self.value / 100,) if 0 < abs(self.value) < 1 else (self.value, self.value / 100)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +120,7 @@ def parse_decimal(text: str) -> Fraction | None:
 def normalise(text: str) -> str:
     """Rewrites scripts, LaTeX and currency into the plain spelling that ``find_numbers`` reads."""
     if not text.isascii():
-        text = "".join(map(_plain_character, text))
+        text = "".join(map(_plain_character, _INVISIBLE.sub("", text)))
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     if "\\" in text:
@@ -146,6 +166,8 @@ def find_numbers(text: str) -> list[Found]:
         number = None
         if not (
             before[-1:] in ("^", "√", "{")
+            or before[-2:] in ("--", "-+", "+-", "++")
+            or _DENIED.search(text, max(0, signed_from - 8), signed_from)
             or (before[-1:] == "(" and before[-2:-1].isalpha())
             or _CONTINUES.match(text, after.end())
             or ":" in trimmed
@@ -202,5 +224,7 @@ def last_number(text: str) -> Number | None:
 
 def only_number(text: str) -> Number | None:
     """Returns the one number in the text, after its last ``=`` if it has one; None if there are none or several."""
+    if _HEDGE.search(text):
+        return None
     found = find_numbers(normalise(text.rpartition("=")[2]))
     return found[0].number if len(found) == 1 else None

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from rlvr_jax.rewards.maths import Math, answers_equal
 from rlvr_jax.types import Message, Task
 from tests.rewards.math_pairs import DIFFERENT, EQUAL, listed
+from tests.rewards.more_math_pairs import MORE_DIFFERENT, MORE_EQUAL
 
 
 def score(gold, response, **params):
@@ -14,17 +15,17 @@ def score(gold, response, **params):
     return Math(**params)(Task(id="1", domain="test", prompt=prompt, answer=gold), response)
 
 
-@pytest.mark.parametrize(("gold", "answer"), listed(EQUAL))
+@pytest.mark.parametrize(("gold", "answer"), [*listed(EQUAL), *MORE_EQUAL])
 def test_equal_answers_score_one(gold, answer):
     assert score(gold, f"So it is $\\boxed{{{answer}}}$.") == 1.0
 
 
-@pytest.mark.parametrize(("gold", "answer"), listed(EQUAL))
+@pytest.mark.parametrize(("gold", "answer"), [*listed(EQUAL), *MORE_EQUAL])
 def test_equality_is_symmetric(gold, answer):
     assert answers_equal(answer, gold)
 
 
-@pytest.mark.parametrize(("gold", "answer"), listed(DIFFERENT))
+@pytest.mark.parametrize(("gold", "answer"), [*listed(DIFFERENT), *MORE_DIFFERENT])
 def test_different_answers_score_zero(gold, answer):
     assert not answers_equal(gold, answer)
     assert score(gold, answer, mode="whole") == 0.0

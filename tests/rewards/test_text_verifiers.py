@@ -44,6 +44,10 @@ def test_every_verifier_is_a_frozen_picklable_dataclass_of_its_name(name):
         ("-3", "-3.", {"ignore_punctuation": True}, 1.0),
         ("1.5", "15", {"ignore_punctuation": True}, 0.0),
         ("its", "it's", {"ignore_punctuation": True}, 0.0),
+        ("Paris", "**Paris**.", {"ignore_punctuation": True}, 1.0),
+        ("?", ".", {"ignore_punctuation": True}, 0.0),
+        ("?", "?", {"ignore_punctuation": True}, 1.0),
+        ("a b", "a.\nb.", {"ignore_punctuation": True}, 1.0),
         ("a b", "a  b", {}, 1.0),
         ("a b", "a\n\tb", {}, 1.0),
         ("a b", "a  b", {"ignore_whitespace": False}, 0.0),
@@ -105,6 +109,8 @@ THINK = Format(tags=("think", "answer"))
         (Format(boxed=True), r"The answer is \boxed{7}.", 1.0),
         (Format(boxed=True), r"\boxed{7} \boxed{", 0.0),
         (Format(boxed=True), r"\boxed{}", 0.0),
+        (Format(boxed=True), r"\boxed{{}}", 0.0),
+        (THINK, "<think>\u200b</think><answer>b</answer>", 0.0),
         (Format(sections=("## Plan", "Answer:")), "## Plan\nthink\nAnswer: 7", 1.0),
         (Format(sections=("## Plan", "Answer:")), "Answer: 7\n## Plan\nthink", 0.0),
         (Format(sections=("## Plan", "Answer:")), "## Plan\nAnswer: 7", 0.0),
@@ -175,6 +181,9 @@ SCHEMA = {
         ('  {"name": "Ada"}\n', 1.0),
         ('Here it is:\n```json\n{"name": "Ada"}\n```\nBye.', 1.0),
         ('```\n{"name": "Ada"}\n```', 1.0),
+        ('~~~json\n{"name": "Ada"}\n~~~', 1.0),
+        ('````json\n{"name": "Ada"}\n````', 1.0),
+        ('````json\n{"name": "Ada"}\n```', 0.0),
         ('```json\n{"name": 1}\n```\n```json\n{"name": "Ada"}\n```', 1.0),
         ('```json\n{"name": "Ada"}\n```\n```json\n{"name": 1}\n```', 0.0),
         ('{"age": 36}', 0.0),
@@ -255,6 +264,10 @@ def test_edit_distance_is_that_of_the_textbook():
 )
 def test_similarity_is_the_share_that_need_not_be_edited(gold, response, params, score):
     assert Similarity(**params)(task(gold), response) == pytest.approx(score)
+
+
+def test_similarity_to_a_very_long_answer_is_cheap():
+    assert Similarity()(task("a" * 1000), "a" * 1_000_000) == 0.0
 
 
 @given(st.text(max_size=20), st.text(max_size=20))

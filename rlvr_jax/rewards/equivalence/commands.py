@@ -62,7 +62,7 @@ class Commands(Expression):
         if name in STYLE_COMMANDS:
             return self.braced()
         if name in ACCENTS:
-            return Term("symbol", value=f"{name} {self.raw_group().strip()}")
+            return Term("symbol", value=f"{name} {self.accented()}")
         if name in TEXT_COMMANDS:
             content = self.raw_group().strip()
             if content in PLAIN_FUNCTIONS:
@@ -72,6 +72,14 @@ class Commands(Expression):
         if name == "begin":
             return self.matrix()
         raise Unreadable(f"command \\{name}")
+
+    def accented(self) -> str:
+        """What stands under an accent: ``{AB}``, or one letter."""
+        letter = self.peek()
+        if not (letter.isalpha() and letter.isascii()):
+            return self.raw_group().strip()
+        self.position += 1
+        return letter
 
     def finite_set(self) -> Term:
         builder = _SET_BUILDER.match(self.text, self.position)

@@ -11,6 +11,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
+from rlvr_jax.rewards.equivalence.intervals import (
+    as_intervals,
+    forward,
+    intervals_equal,
+    is_explicit_set,
+)
 from rlvr_jax.rewards.equivalence.terms import SCALARS, Term
 from rlvr_jax.rewards.equivalence.values import (
     approximate,
@@ -20,9 +26,7 @@ from rlvr_jax.rewards.equivalence.values import (
     symbols,
 )
 
-_FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
 _MAX_UNORDERED = 40
-_INFINITY = Term("constant", value="infinity")
 
 
 def equivalent(gold: Term, answer: Term) -> bool:
@@ -73,12 +77,12 @@ def _shapes_equal(gold: Term, answer: Term) -> bool:
         return _ordered(gold.args, answer.args, lambda a, b: _ordered(a.args, b.args, equivalent))
     if heads == {"ratio"}:
         return _ordered(gold.args, answer.args, scalars_equal)
-    sets = [_as_intervals(gold), _as_intervals(answer)]
-    explicit = any(_is_explicit_set(term) for term in (gold, answer))
+    sets = [as_intervals(gold), as_intervals(answer)]
+    explicit = any(is_explicit_set(term) for term in (gold, answer))
     if heads == {"relation"} and symbols(gold) != symbols(answer):
         return False
     if sets[0] is not None and sets[1] is not None and explicit:
-        return _ordered(sets[0], sets[1], _intervals_equal)
+        return _ordered(sets[0], sets[1], intervals_equal)
     if heads == {"relation"}:
         return _relations_equal(gold, answer)
     collections = {"list", "set", "group"}
@@ -196,8 +200,12 @@ def _without_symbol(term: Term, unit: str) -> Term:
 def _percentages_equal(gold: Term, gold_unit: str, answer: Term, answer_unit: str) -> bool:
     if not {gold.head, answer.head} <= SCALARS:
         return False
-    if gold_unit == answer_unit or scalars_equal(gold, answer):
+    if gold_unit == answer_unit:
         return scalars_equal(gold, answer)
+    bare = answer if gold_unit else gold  # 50 may stand for 50%; 0.5 is a fraction, not 0.5%
+    size = approximate(bare)
+    if size is not None and not 0 < abs(size) < 1 and scalars_equal(gold, answer):
+        return True
     gold = Term("percent", (gold,)) if gold_unit else gold
     answer = Term("percent", (answer,)) if answer_unit else answer
     return scalars_equal(gold, answer)
@@ -228,7 +236,13 @@ def _collections_equal(gold: Term, answer: Term) -> bool:
         single, other = (gold, answer) if gold.head in SCALARS else (answer, gold)
         if other.head == "group":
             return False
-        return bool(other.args) and all(equivalent(single, item) for item in other.args)
+        once = other.head == "set" or other.value in ("pm", "or")  # "1/2 or 0.5", but not "5,5"
+        few = len(other.args) == 1 or (once and other.args)
+        return bool(few) and all(equivalent(single, item) for item in other.args)
+    if {gold.value, answer.value} == {"and", "or"} and any(
+        item.head == "relation" and set(item.value) - {"=", "in"} for item in gold.args
+    ):
+        return False  # x < 1 and x > 3 is no x at all; of solutions either is said
     if any(item.head == "ellipsis" for item in (*gold.args, *answer.args)):
         return _ordered(gold.args, answer.args, lambda a, b: a == b or equivalent(a, b))
     if gold.head == answer.head == "group":
@@ -276,7 +290,7 @@ def _distinct(items: list[Term]) -> list[Term]:
 
 
 def _relations_equal(gold: Term, answer: Term) -> bool:
-    gold, answer = _forward(gold), _forward(answer)
+    gold, answer = forward(gold), forward(answer)
     if gold.value != answer.value or len(gold.args) != len(answer.args):
         return False
     if _ordered(gold.args, answer.args, equivalent):
@@ -290,116 +304,5 @@ def _relations_equal(gold: Term, answer: Term) -> bool:
     )
 
 
-def _forward(term: Term) -> Term:
-    """The relation written with < and <= only, where it has an order."""
-    if term.value and set(term.value) <= {">", ">="}:
-        return Term("relation", term.args[::-1], tuple(_FLIPPED[o] for o in reversed(term.value)))
-    return term
-
-
 def _difference(term: Term) -> Term:
     return Term("add", (term.args[0], Term("neg", (term.args[1],))))
-
-
-# Sets of real numbers
-
-_Interval = tuple[Term, Term, bool, bool]  # low, high, low belongs to it, high belongs to it
-_MINUS_INFINITY = Term("neg", (_INFINITY,))
-_REALS: _Interval = (_MINUS_INFINITY, _INFINITY, False, False)
-
-
-def _is_explicit_set(term: Term) -> bool:
-    """Whether the term can only be meant as a set of numbers (a pair in round brackets can be a point)."""
-    if term.head in ("relation", "union", "difference", "numbers"):
-        return True
-    if term.head == "group":
-        return term.value in ("(]", "[)") or any(
-            has_head(arg, "constant") and _infinite(arg) for arg in term.args
-        )
-    return term.head == "list" and any(map(_is_explicit_set, term.args))
-
-
-def _infinite(term: Term) -> int:
-    """1 or -1 for infinity of that sign, 0 for anything else."""
-    if term == _INFINITY:
-        return 1
-    return -_infinite(term.args[0]) if term.head == "neg" else 0
-
-
-def _as_intervals(term: Term) -> list[_Interval] | None:
-    """A set of reals as disjoint intervals from left to right; None if the term is none, or not of constants."""
-    intervals = _parts(term)
-    if intervals is None:
-        return None
-    placed = []
-    for interval in intervals:
-        ends = [_place(interval[0]), _place(interval[1])]
-        if ends[0] is None or ends[1] is None or ends[0] > ends[1]:
-            return None
-        placed.append((ends[0], interval))
-    placed.sort(key=lambda pair: pair[0])
-    return [interval for _, interval in placed]
-
-
-def _parts(term: Term) -> list[_Interval] | None:
-    if term.head == "numbers":
-        return [_REALS] if term.value == "R" else None
-    if term.head == "group" and len(term.args) == 2:
-        low, high = term.args
-        if low.head in SCALARS and high.head in SCALARS:
-            return [(low, high, term.value[0] == "[", term.value[1] == "]")]
-        return None
-    if term.head == "set" and term.args and all(item.head in SCALARS for item in term.args):
-        return [(item, item, True, True) for item in term.args]
-    if term.head == "union" or (term.head == "list" and term.value == "or"):
-        parts = [_parts(item) for item in term.args]
-        return (
-            None
-            if any(p is None for p in parts)
-            else [i for p in parts if p is not None for i in p]
-        )
-    if term.head == "difference":
-        whole, removed = _parts(term.args[0]), term.args[1]
-        if whole == [_REALS] and removed.head == "set" and len(removed.args) == 1:
-            return _without_point(removed.args[0])
-        return None
-    return _from_inequality(term) if term.head == "relation" else None
-
-
-def _from_inequality(term: Term) -> list[_Interval] | None:
-    """``x > 1``, ``1 < x <= 2``, ``x != 1``, ``x in [1, 2]``."""
-    if term.value == ("in",) and term.args[0].head == "symbol":
-        return _parts(term.args[1])
-    if term.value == ("!=",) and term.args[0].head == "symbol" and not symbols(term.args[1]):
-        return _without_point(term.args[1])
-    term = _forward(term)
-    if not set(term.value) <= {"<", "<="}:
-        return None
-    args, operators = term.args, term.value
-    if len(args) == 3 and args[1].head == "symbol":
-        return [(args[0], args[2], operators[0] == "<=", operators[1] == "<=")]
-    if len(args) == 2 and args[0].head == "symbol":
-        return [(_MINUS_INFINITY, args[1], False, operators[0] == "<=")]
-    if len(args) == 2 and args[1].head == "symbol":
-        return [(args[0], _INFINITY, operators[0] == "<=", False)]
-    return None
-
-
-def _without_point(point: Term) -> list[_Interval]:
-    return [(_MINUS_INFINITY, point, False, False), (point, _INFINITY, False, False)]
-
-
-def _place(term: Term) -> float | None:
-    """Where an end lies on the real line, roughly: for the order only."""
-    if _infinite(term):
-        return _infinite(term) * float("inf")
-    if term.head not in SCALARS or symbols(term):
-        return None
-    return approximate(term)
-
-
-def _intervals_equal(a: _Interval, b: _Interval) -> bool:
-    return a[2:] == b[2:] and all(
-        scalars_equal(x, y) if not (_infinite(x) or _infinite(y)) else _infinite(x) == _infinite(y)
-        for x, y in zip(a[:2], b[:2], strict=True)
-    )

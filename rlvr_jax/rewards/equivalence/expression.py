@@ -152,6 +152,8 @@ class Expression(Scanner, abc.ABC):
             ):
                 self.position += 1
                 base = Term("factorial", (scalar(base),))
+                if self.peek().isdigit():  # 3!7!: nothing else can be meant
+                    base = Term("mul", (base, scalar(self.factor())))
             elif character == "%" or self.command() == "%":
                 self.position += 1 if character == "%" else 2
                 base = Term("percent", (scalar(base),))

@@ -81,7 +81,8 @@ class _Reader(Commands):
         self.depth -= 1
         if len(items) == 1:
             return items[0]
-        return Term("list", tuple(items), "or" if set(joiners) == {"or"} else ",")
+        joiner = joiners[0] if len(set(joiners)) == 1 else ","
+        return Term("list", tuple(items), joiner)
 
     def separator(self) -> str:
         """Consumes and names what separates two items, or returns ''."""

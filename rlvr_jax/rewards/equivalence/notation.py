@@ -21,7 +21,7 @@ _SYMBOLS = {
     "°": r"^\circ ", "º": r"^\circ ", "…": r"\ldots ", "⋯": r"\ldots ", "′": "'", "’": "'", "∖": r"\setminus ",
     "⟨": r"\langle ", "⟩": r"\rangle ", "⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil ",
     "∠": r"\angle ", "△": r"\triangle ", "∫": r"\int ", "∑": r"\sum ", "∏": r"\prod ", "µ": r"\mu ", "ϕ": r"\phi ",
-    "\u2061": "", "\u2062": "", "\u200b": "", "\ufeff": "",
+    "“": '"', "”": '"', "‘": "'", "﹣": "-", "≡": r"\equiv ",
 }  # fmt: skip
 _SUPER = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿⁱˣ", "0123456789+-()nix", strict=True))
 _SUB = dict(zip("₀₁₂₃₄₅₆₇₈₉ₙₖₓ", "0123456789nkx", strict=True))
@@ -33,7 +33,22 @@ _REWRITES = tuple(
     for pattern, replacement in (
         (r"\\+%", r"\\%"),
         (r"(?<![a-zA-Z\\])m\s*(?=\\angle)", ""),
+        (r"(?<=\d)\s*[xX]\s*(?=10\s*(?:\^|\*\*))", r"\\times "),
         (r"\*\*", "^"),
+        # A unit with a power inside its group: \mathrm{m/s^2} as \text{m/s}^2.
+        (
+            r"\\(?:text|mathrm)\s*\{\s*([A-Za-z/. ]*[A-Za-z])\$?\^\{?(-?\d)\}?\$?\s*\}",
+            r"\\text{\1}^{\2}",
+        ),
+        (r"(?<=\d) ?([A-Za-z]{1,3}/[A-Za-z]{1,3})\^\{?(\d)\}?$", r"\\text{ \1}^{\2}"),  # 9.8 m/s^2
+        (r"\{([^{}]*)\\over(?![a-zA-Z])([^{}]*)\}", r"\\frac{\1}{\2}"),
+        (r"\{([^{}]*)\\choose(?![a-zA-Z])([^{}]*)\}", r"\\binom{\1}{\2}"),
+        (r"\\(?:nicefrac|sfrac|flatfrac)(?![a-zA-Z])", r"\\frac"),
+        (r"(\d+\.\d*)\((\d+)\)(?![\w(])", r"\1\\overline{\2}"),  # 0.1(6)
+        (r"(?<=\d)['_](?=\d{3}(?!\d))", "{,}"),
+        (r"\\mathbb\s*([A-Z])(?![a-zA-Z])", r"\\mathbb{\1}"),
+        (r"(\\mathbb\{[A-Z]\})\s*-\s*(?=\\\{)", r"\1\\setminus "),
+        (r"\(\s*mod\s+(\d+)\s*\)", r"\\pmod{\1}"),
         (r"\+/-|\+-(?=\s*[\d\\(a-z])", r"\\pm "),
         (r"<=", r"\\le "),
         (r">=", r"\\ge "),
@@ -45,8 +60,10 @@ _REWRITES = tuple(
         (r"\\(?:left|right)\s*\.", " "),
         (r"\\(?:left|right|[bB]igg?[lrm]?|middle)(?![a-zA-Z])", ""),
         (
-            r"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|hfill|allowbreak)(?![a-zA-Z])",
-            "",
+            r"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|hfill|allowbreak|therefore|bf|tiny|small"
+            r"|[lL]arge|LARGE|[hH]uge)(?![a-zA-Z])|\\(?:color|textcolor)\s*\{\w+\}|\\hspace\s*\{[^{}]*\}"
+            r"|\\(?:underline|ensuremath)(?=\s*\{)",
+            " ",
         ),
         (r"\\lbrace(?![a-zA-Z])", r"\\{"),
         (r"\\rbrace(?![a-zA-Z])", r"\\}"),
@@ -57,7 +74,21 @@ _REWRITES = tuple(
     )
 )
 # Wrappers of the whole answer: math delimiters, bold, and a full stop or a comma after it.
-_DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("`", "`"))
+_DELIMITERS = (
+    ("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("__", "__"), ("*", "*"), ("_", "_"),
+    ("`", "`"), ('"', '"'), ("'", "'"), ("“", "”"), ("‘", "’"),
+)  # fmt: skip
+_LEAD_IN = re.compile(
+    r"(?:(?:so|thus|hence|therefore),?\s+)?(?:(?:the\s+)?(?:final\s+)?answer(?:\s+is|\s*[:=])|(?:option|choice)(?=\s+[A-J]\b))"
+    r"[\s:]*",
+    re.IGNORECASE,
+)
+_INVISIBLE = dict.fromkeys(
+    map(
+        ord,
+        "\u00ad\u200b\u200c\u200d\u200e\u200f\u2060\u2061\u2062\u2063\u2066\u2067\u2068\u2069\ufeff",
+    )
+)  # not the overrides, which show 12 as 21
 _BOX = re.compile(r"\\(?:boxed|fbox)(?=\s*\{)")
 _DOLLAR = re.compile(r"(?<!\\)\$")
 _TEXT_NUMBER = re.compile(
@@ -68,7 +99,9 @@ _TRAILING = re.compile(r"(?:[\s.,;:]|\\\\|\\$|~|\\[,;:! ]|\\q?quad(?![a-zA-Z]))+
 
 def tidy(text: str) -> str:
     """Returns the answer without wrappers, in LaTeX spelling. Linear in its length."""
-    text = strip_wrappers(text)
+    text = strip_wrappers(text.translate(_INVISIBLE))
+    if (lead := _LEAD_IN.match(text)) and text[lead.end() :].strip():
+        text = strip_wrappers(text[lead.end() :])
     if not text.isascii():
         text = _SUPER_RUN.sub(lambda m: "^{" + "".join(_SUPER[c] for c in m[0]) + "}", text)
         text = _SUB_RUN.sub(lambda m: "_{" + "".join(_SUB[c] for c in m[0]) + "}", text)
@@ -121,6 +154,8 @@ def _plain(character: str) -> str:
     category = unicodedata.category(character)
     if category == "Nd":
         return str(unicodedata.decimal(character))
+    if "\U0001d400" <= character <= "\U0001d7ff":  # letters of mathematical alphabets
+        return _plain(unicodedata.normalize("NFKC", character))
     if category == "Zs":
         return " "
     if category == "No":

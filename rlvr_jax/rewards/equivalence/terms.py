@@ -27,6 +27,11 @@ class Term:
     value: Any = None
 
 
+NUMBER_WORDS = {
+    "zero": "0", "one": "1", "two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7",
+    "eight": "8", "nine": "9", "ten": "10", "eleven": "11", "twelve": "12", "thirteen": "13", "fourteen": "14",
+    "fifteen": "15", "sixteen": "16", "seventeen": "17", "eighteen": "18", "nineteen": "19", "twenty": "20",
+}  # fmt: skip
 SCALARS = frozenset({
     "abs", "add", "binomial", "call", "ceil", "constant", "degree", "div", "factorial", "floor", "mul",
     "neg", "number", "percent", "plus_minus", "pow", "root", "symbol",
@@ -64,8 +69,13 @@ def text_term(words: str) -> Term:
         words = words[1:-1].strip()
     if len(words) == 1 and words.isalpha():
         return Term("symbol", value=words)
+    if words.casefold() in NUMBER_WORDS:
+        return number_term(NUMBER_WORDS[words.casefold()])
+    if words.casefold() in ("no solution", "no solutions"):
+        return Term("set")
     if words.casefold() == "infinity":
         return Term("constant", value="infinity")
     if words.casefold() in ("all real numbers", "all reals", "real numbers"):
         return Term("numbers", value="R")
-    return Term("text", value=words.casefold())
+    words = words.casefold()
+    return Term("text", value="does not exist" if words == "dne" else words)

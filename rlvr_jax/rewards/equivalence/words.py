@@ -43,7 +43,7 @@ UNITS = frozenset({
     "mph", "ms", "nd", "nm", "oz", "pm", "rad", "rd", "sec", "secs", "sq", "st", "th", "yd",
 })  # fmt: skip
 SHORT_WORDS = frozenset({
-    "All", "No", "None", "Odd", "Yes", "all", "any", "for", "no", "none", "not", "odd", "one", "red", "six",
+    "All", "DNE", "No", "None", "Odd", "Yes", "all", "any", "for", "no", "none", "not", "odd", "one", "red", "six",
     "ten", "the", "two", "yes",
 })  # fmt: skip
 UNIT_LETTERS = frozenset("msghlLNJWVAKCFT°.")
@@ -55,6 +55,8 @@ _NO_UNIT = frozenset({
     "minus", "over", "divided", "point", "root", "power", "pi", "false", "wrong", "incorrect",
 })  # fmt: skip
 UNIT_NAMES = {
+    "newtons": "N", "newton": "N", "joules": "J", "joule": "J", "watts": "W", "watt": "W", "volts": "V", "volt": "V",
+    "p.m": "pm", "a.m": "am", "kmh": "km/h", "kph": "km/h", "liter": "l", "litre": "l",
     "euro": "€", "euros": "€", "eur": "€", "pounds": "£", "gbp": "£",
     "dollar": "$", "dollars": "$", "usd": "$", "degree": "°", "degrees": "°", "deg": "°", "percent": "%",
     "centimeters": "cm", "centimeter": "cm", "centimetres": "cm", "meters": "m", "meter": "m", "metres": "m",
