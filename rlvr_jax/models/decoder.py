@@ -31,7 +31,7 @@ from rlvr_jax.models.attention import (
 )
 from rlvr_jax.models.config import ModelConfig
 from rlvr_jax.models.layers import Attend, AttentionRule, Layer, RMSNorm
-from rlvr_jax.models.linear import MATMUL, init_kernel
+from rlvr_jax.models.linear import MATMUL, init_kernel, matmul, matmul_by_rows
 from rlvr_jax.models.moe import Routing
 from rlvr_jax.models.rope import Table, layer_tables
 
@@ -259,9 +259,8 @@ class Decoder(nnx.Module):
         ``kernel`` is a copy of ``head_kernel`` to use, for who has placed it otherwise.
         """
         kernel = self.head_kernel if kernel is None else kernel
-        columns = 1 if self.config.tie_embeddings else 0
-        wide = hidden.astype(jnp.float32)
-        logits = jax.lax.dot_general(wide, kernel, (((1,), (columns,)), ((), ())))
+        product = matmul_by_rows if self.config.tie_embeddings else matmul
+        logits = product(hidden.astype(jnp.float32), kernel)
         cap = self.config.final_softcap
         return cap * jnp.tanh(logits / cap) if cap else logits
 

@@ -64,6 +64,34 @@ def _backward(
 _matmul.defvjp(_forward, _backward)
 
 
+@jax.custom_vjp
+def matmul_by_rows(x: jax.Array, table: jax.Array) -> jax.Array:
+    """x @ table^T: float32[N, out] from float32[N, in] and float32[out, in], as of a tied embedding.
+
+    The table's gradient is a product over two dimensions too: how XLA:CPU splits the sum over one depends on how many
+    threads the process has, and with it the last bits.
+    """
+    return jax.lax.dot_general(x, table, (((1,), (1,)), ((), ())))
+
+
+def _by_rows_forward(
+    x: jax.Array, table: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return matmul_by_rows(x, table), (x, table)
+
+
+def _by_rows_backward(
+    saved: tuple[jax.Array, jax.Array], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    x, table = saved
+    of_x = jax.lax.dot_general(cotangent, table, (((1,), (0,)), ((), ())))
+    of_table = jax.lax.dot_general(cotangent[:, None], x[:, None], (((0, 1), (0, 1)), ((), ())))
+    return of_x, of_table
+
+
+matmul_by_rows.defvjp(_by_rows_forward, _by_rows_backward)
+
+
 def init_kernel(rngs: nnx.Rngs, *shape: int) -> nnx.Param:
     """normal(0, 1/sqrt(fan_in)) of shape [..., fan_in, fan_out]."""
     return nnx.Param(jax.random.normal(rngs.params(), shape) * shape[-2] ** -0.5)
