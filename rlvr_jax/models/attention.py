@@ -106,17 +106,21 @@ def row_masks(segment_ids: jax.Array, prefix_ids: jax.Array) -> tuple[jax.Array,
 
 
 def key_bucket(length: int) -> int:
-    """Smallest odd multiple of 16 that is at least ``length``: how many keys any stretch should have.
+    """Smallest odd multiple of 16 (see below) that is at least ``length``: how many keys any stretch should have.
 
     XLA:CPU chooses among dot kernels, which add up in different orders, by the shape. The sampler and the trainer agree
     bit for bit, in float32 and bfloat16, when on every device
 
     - both compile with ``decoder.STRICT``;
-    - every stretch has an odd multiple of 16 keys (a multiple of 32 takes another kernel);
+    - every stretch has an odd multiple of 16 keys (a multiple of 32 takes another kernel), from jax 0.12 on neither 16
+      nor 80;
     - float32 matrix products (the head's always is one) have at least 40 rows: the kernel changes at 33 or soon after;
     - attention has at least two rows of keys (one row takes another kernel).
 
     Where a condition fails, float32 differs by about 1e-6 nats and bfloat16 by 1e-3. tests/training/test_parity.py
     holds both the agreement and the map of kernels, so that a change of XLA is noticed.
     """
-    return -(-max(length - 16, 0) // 32) * 32 + 16
+    size = -(-max(length - 16, 0) // 32) * 32 + 16
+    if jax.__version_info__ < (0, 12):
+        return size
+    return {16: 48, 80: 112}.get(size, size)

@@ -146,11 +146,9 @@ def test_row_masks_of_a_tree():
     ]
 
 
-def test_key_buckets_are_the_odd_multiples_of_16():
-    buckets = [key_bucket(length) for length in range(1, 400)]
-    for length, bucket in enumerate(buckets, start=1):
-        assert bucket >= length
-        assert bucket % 32 == 16
-        assert bucket - length < 32
-    assert sorted(set(buckets)) == list(range(16, 401, 32))
-    assert key_bucket(0) == 16
+def test_key_buckets_are_odd_multiples_of_16():
+    """All of them before jax 0.12; there two take another kernel."""
+    left_out = {16, 80} if jax.__version_info__ >= (0, 12) else set()
+    sizes = [size for size in range(16, 500, 32) if size not in left_out]
+    for length in range(400):
+        assert key_bucket(length) == next(size for size in sizes if size >= length)

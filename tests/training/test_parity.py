@@ -254,8 +254,8 @@ def test_attention_does_not_depend_on_padding_place_or_the_number_of_rows(dtype)
         (40, 1, 48, 0),  # decode
         (8, 8, 48, 0),  # eight samples of a prompt
         (5, 8, 48, 8),
-        (8, 8, 80, 0),
-        (3, 48, 80, 37),
+        (8, 8, 112, 0),
+        (3, 48, 112, 37),
         (4, 240, 240, 121),  # training
     ):
         found = place(rows, queries, size, offset)
