@@ -201,10 +201,10 @@ def test_a_killed_writer_leaves_whole_files_only(tmp_path):
         text=True,
     )
     assert process.stdout is not None
-    process.stdout.readline()
+    written = process.stdout.readline()
     time.sleep(0.1)
     process.send_signal(signal.SIGKILL)
-    stored = int(process.stdout.read().split()[-1])
+    stored = int((written + process.stdout.read()).split()[-1])
     process.wait()
     process.stdout.close()
     (tmp_path / f"step_{stored + 1}.0.partial").write_bytes(
