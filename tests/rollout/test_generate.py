@@ -68,8 +68,8 @@ def test_arrays_are_zero_past_the_end_and_in_rows_that_only_fill(run, config, pa
 def test_a_prompt_is_computed_once_and_its_cache_is_shared_by_its_samples(
     config, params, monkeypatch
 ):
-    """16 samples of 2 prompts of 112 tokens: 224 tokens of prefill, 32 a decode step, no copy of the prompts' keys."""
-    P, G, S = 2, 16, 112
+    """16 samples of 2 prompts of 48 tokens: 96 tokens of prefill, 32 a decode step, no copy of the prompts' keys."""
+    P, G, S = 2, 16, 48
     scanned, unrolled = [], []
     forward, decode = Decoder.__call__, Decoder.unrolled
 
