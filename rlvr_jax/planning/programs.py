@@ -22,8 +22,8 @@ from rlvr_jax.planning.work import Work, measure_work
 from rlvr_jax.rollout.engine import Engine
 from rlvr_jax.training.rl import (
     check_settings,
-    objective_config,
     sampling_params,
+    step_config,
     uses_reference,
 )
 from rlvr_jax.training.state import (
@@ -32,7 +32,7 @@ from rlvr_jax.training.state import (
     make_optimizer,
     state_shardings,
 )
-from rlvr_jax.training.step import Learner, StepConfig, make_learner
+from rlvr_jax.training.step import Learner, make_learner
 
 PHASES = ("rollout", "reference", "update")
 
@@ -128,16 +128,7 @@ def make_programs(
         optimizer,
         mesh,
         state_shardings(model, optimizer, mesh),
-        StepConfig(
-            objective=objective_config(config),
-            transform=LogitTransform.of(sampling),
-            dtype=config.dtype,
-            remat=config.train.remat,
-            micro_rows=config.train.micro_rows,
-            use_reference=uses_reference(config),
-            adv_estimator=config.algorithm.adv_estimator,
-            kl_in_reward=config.algorithm.use_kl_in_reward,
-        ),
+        step_config(config, sampling),
     )
     return Programs(
         model=model,

@@ -100,17 +100,7 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
     # How it samples, and what it optimises.
     group_size, tasks_per_step = config.rollout.group_size, config.tasks.tasks_per_step
     sampling = sampling_params(config, tokenizer.stop_token_ids)
-    step_config = StepConfig(
-        objective=objective_config(config),
-        transform=LogitTransform.of(sampling),
-        dtype=config.dtype,
-        remat=config.train.remat,
-        micro_rows=config.train.micro_rows,
-        use_reference=uses_reference(config),
-        adv_estimator=config.algorithm.adv_estimator,
-        kl_in_reward=config.algorithm.use_kl_in_reward,
-    )
-    learner = make_learner(model, optimizer, mesh, shardings, step_config)
+    learner = make_learner(model, optimizer, mesh, shardings, step_config(config, sampling))
     kl_controller = KLController(
         coef=config.algorithm.kl_coef, target=config.algorithm.kl_target or None
     )
@@ -147,7 +137,7 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
         PreemptionNotice() as notice,
     ):
         # Where it starts: the newest checkpoint, or the pretrained weights. Before the first sample, in either case.
-        reference = learner.place(pretrained.params) if step_config.use_reference else None
+        reference = learner.place(pretrained.params) if uses_reference(config) else None
         restored = checkpointer.restore(abstract_state(model, optimizer, mesh))
         if restored is None:
             first_step, seconds_before = 0, 0.0
@@ -382,6 +372,20 @@ def objective_config(config: ConfigDict) -> ObjectiveConfig:
         entropy_coef=algorithm.entropy_coef,
         rollout_is=algorithm.rollout_is,
         rollout_is_threshold=algorithm.rollout_is_threshold,
+    )
+
+
+def step_config(config: ConfigDict, sampling: SamplingParams) -> StepConfig:
+    """What an update computes; ``sampling`` is how its samples were drawn."""
+    return StepConfig(
+        objective=objective_config(config),
+        transform=LogitTransform.of(sampling),
+        dtype=config.dtype,
+        remat=config.train.remat,
+        micro_rows=config.train.micro_rows,
+        use_reference=uses_reference(config),
+        adv_estimator=config.algorithm.adv_estimator,
+        kl_in_reward=config.algorithm.use_kl_in_reward,
     )
 
 

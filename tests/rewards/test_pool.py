@@ -317,6 +317,7 @@ def test_a_pool_that_is_dropped_kills_its_workers():
     del pool
     gc.collect()
     worker.wait(timeout=5)
+    assert not worker.is_running()
 
 
 def run_script(source, tmp_path, **kwargs):
