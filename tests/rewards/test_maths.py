@@ -169,6 +169,13 @@ PIECES = [
 LATEX = st.lists(st.sampled_from(PIECES), max_size=12)
 
 
+@pytest.mark.parametrize("formula", [r"\sqrt{1/n}", "n", "n^{x}", r"\log n", "n!", r"\{n\}"])
+@pytest.mark.parametrize("constant", [r"1\%", r"50^\circ", "3", "[0, 1]", "(2, 3)", "5 cm"])
+def test_a_formula_is_not_a_constant(formula, constant):
+    assert not answers_equal(constant, formula)
+    assert not answers_equal(formula, constant)
+
+
 @given(LATEX, st.sampled_from(listed(EQUAL)))
 @settings(deadline=None, max_examples=300)
 def test_any_text_gets_a_float_and_equals_itself(pieces, pair):

@@ -163,7 +163,7 @@ def numeric(
 
     Args:
       term: the scalar.
-      point: a value for each symbol.
+      point: a value for each symbol; one without has no value.
       context: the mpmath context (its precision).
       real: raise Undefined rather than leave the real numbers.
       log_base: base of a bare ``log``; None is e.
@@ -176,6 +176,8 @@ def numeric(
         value = term.value[0]
         return context.mpf(value.numerator) / value.denominator
     if head == "symbol":
+        if term.value not in point:
+            raise Undefined(term.value)
         return context.mpf(point[term.value])
     if head == "constant":
         if term.value == "i" and not real:
