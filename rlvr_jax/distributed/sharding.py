@@ -46,25 +46,33 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, spec(*axes))
 
 
-def per_row_shard(function: Callable[..., Any]) -> Callable[..., Any]:
+def per_row_shard(function: Callable[..., Any], axes: tuple[str | None, ...]) -> Callable[..., Any]:
     """``function(shared, *rows)`` run by every shard of the rows on its own, under the mesh in force.
 
-    ``shared`` is whole on each of them (but for the ``tensor`` axis, which stays with the partitioner) and its gradient
-    is added up once, at the end; arguments and results are arrays with rows in front.
+    Args:
+      function: gets ``shared`` whole (but for the ``tensor`` axis, which stays with the partitioner): it is gathered
+        once before, and its gradient added up and scattered once after. What it returns has rows in front.
+      axes: the logical axes of ``shared``.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    axes = RULES["rows"]
-    assert isinstance(axes, tuple)
-    if mesh.empty or all(mesh.shape[axis] == 1 for axis in axes):
+    row_axes = RULES["rows"]
+    assert isinstance(row_axes, tuple)
+    if mesh.empty or all(mesh.shape[axis] == 1 for axis in row_axes):
         return function
+    spread = [axis if axis in row_axes else None for axis in spec(*axes)]
 
-    def mapped(shared: Any, *rows: Any) -> Any:
-        in_specs = (P(), *[spec("rows")] * len(rows))
+    def of_shard(shared: jax.Array, *rows: Any) -> Any:
+        for dimension, axis in enumerate(spread):
+            if axis is not None:
+                shared = jax.lax.all_gather(shared, axis, axis=dimension, tiled=True)
+        return function(shared, *rows)
+
+    def mapped(shared: jax.Array, *rows: Any) -> Any:
         return jax.shard_map(
-            function,
-            in_specs=in_specs,
+            of_shard,
+            in_specs=(P(*spread), *[spec("rows")] * len(rows)),
             out_specs=spec("rows"),
-            axis_names=set(axes),
+            axis_names=set(row_axes),
             check_vma=False,
         )(shared, *rows)
 

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from rlvr_jax.models.linear import soft_cap
+
 MASKED = -1e30  # finite: a row with nothing to attend to stays finite, and its output is never used
 
 
@@ -59,9 +61,7 @@ def grouped_query_attention(
             q.reshape(B, Q, K, R, H).astype(jnp.float32),
             part.k.astype(jnp.float32),
         )
-        score = score * factor
-        if softcap:
-            score = softcap * jnp.tanh(score / softcap)
+        score = soft_cap(score * factor, softcap)
         scores.append(jnp.where(part.mask[:, None, :, None, :], score, MASKED))
     flat = [_to_flat(score.max(-1)) for score in scores]
     top = jax.lax.stop_gradient(functools.reduce(jnp.maximum, flat))  # [M, K, R]

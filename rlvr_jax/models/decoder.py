@@ -31,7 +31,7 @@ from rlvr_jax.models.attention import (
 )
 from rlvr_jax.models.config import ModelConfig
 from rlvr_jax.models.layers import Attend, AttentionRule, Layer, RMSNorm
-from rlvr_jax.models.linear import MATMUL, init_kernel, matmul, matmul_by_rows
+from rlvr_jax.models.linear import MATMUL, init_kernel, matmul, matmul_by_rows, soft_cap
 from rlvr_jax.models.moe import Routing
 from rlvr_jax.models.rope import Table, layer_tables
 
@@ -68,8 +68,8 @@ PARAM_AXES: dict[str, tuple[str | None, ...]] = {
     "head/kernel": ("embed", "vocab"),
 }
 
-# Compiler options of every program that computes log-probabilities. By default XLA keeps bf16 intermediates in float32
-# where it likes, which differs from program to program: 3e-2 nats between sampler and trainer.
+# By default XLA keeps bf16 intermediates in float32 where it likes, which differs from program to program: 3e-2 nats
+# between sampler and trainer.
 STRICT: dict[str, Any] = {"xla_allow_excess_precision": False}
 
 NO_WINDOW = 1 << 30  # of a layer that sees all keys, in a model where others do not
@@ -190,7 +190,7 @@ class Decoder(nnx.Module):
         return self.final_norm(x), new_caches
 
     def _embedded(self, tokens: jax.Array, dtype: Any) -> jax.Array:
-        x = self.embed.embedding[...].astype(dtype)[tokens]
+        x = self.embed.embedding[...][tokens].astype(dtype)  # its gradient adds up in float32
         if self.config.embed_scale != 1.0:
             x = x * jnp.asarray(self.config.embed_scale, dtype)
         return constrain(x, "rows", None)
@@ -248,10 +248,15 @@ class Decoder(nnx.Module):
         """What ``logits`` multiplies with: float32[V, D] of the tied embedding, or float32[D, V]."""
         return self.embed.embedding[...] if self.config.tie_embeddings else self.head.kernel[...]
 
+    @property
+    def head_axes(self) -> tuple[str | None, ...]:
+        """Logical axes of ``head_kernel``."""
+        return PARAM_AXES["embed/embedding" if self.config.tie_embeddings else "head/kernel"]
+
     def gathered_head(self) -> jax.Array:
         """``head_kernel`` gathered over fsdp, for a loop that uses it many times."""
-        axes = PARAM_AXES["embed/embedding" if self.config.tie_embeddings else "head/kernel"]
-        return constrain(self.head_kernel, *(None if axis == "embed" else axis for axis in axes))
+        axes = (None if axis == "embed" else axis for axis in self.head_axes)
+        return constrain(self.head_kernel, *axes)
 
     def logits(self, hidden: jax.Array, kernel: jax.Array | None = None) -> jax.Array:
         """float32[N, V] from dtype[N, D]; the head is float32 in every compute dtype.
@@ -260,9 +265,21 @@ class Decoder(nnx.Module):
         """
         kernel = self.head_kernel if kernel is None else kernel
         product = matmul_by_rows if self.config.tie_embeddings else matmul
-        logits = product(hidden.astype(jnp.float32), kernel)
-        cap = self.config.final_softcap
-        return cap * jnp.tanh(logits / cap) if cap else logits
+        return soft_cap(product(hidden.astype(jnp.float32), kernel), self.config.final_softcap)
+
+
+def compiler_options(mesh: jax.sharding.Mesh, *, backward: bool = False) -> dict[str, Any]:
+    """Of every program that computes log-probabilities on ``mesh``; ``backward`` if it also differentiates them.
+
+    XLA:CPU by default orders a program for more of it to run at once, with arrays made long before they are needed, and
+    takes a float32 copy of all bfloat16 activations out of the backward loop over the layers.
+    """
+    options = dict(STRICT)
+    if mesh.devices.flat[0].platform == "cpu":
+        options["xla_cpu_scheduler_type"] = "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
+        if backward:
+            options["xla_disable_hlo_passes"] = "while-loop-invariant-code-motion"
+    return options
 
 
 def _pick(values: Sequence[int], index: int | jax.Array) -> int | jax.Array:

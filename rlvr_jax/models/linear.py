@@ -55,8 +55,7 @@ def _backward(
     x, kernel, bias = saved
     product = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
     of_x = product(cotangent, kernel.astype(x.dtype), (((1,), (1,)), ((), ())))
-    # Over two dimensions, one of them empty, XLA:CPU takes a bfloat16 kernel twice as fast as over one.
-    of_kernel = product(x[:, None], cotangent[:, None], (((0, 1), (0, 1)), ((), ())))
+    of_kernel = kernel_gradient(x, cotangent)
     of_bias = None if bias is None else cotangent.astype(jnp.float32).sum(0).astype(bias.dtype)
     return of_x.astype(x.dtype), of_kernel.astype(kernel.dtype), of_bias
 
@@ -64,13 +63,23 @@ def _backward(
 _matmul.defvjp(_forward, _backward)
 
 
+def kernel_gradient(x: jax.Array, cotangent: jax.Array) -> jax.Array:
+    """Sum of x[n] outer cotangent[n] over tokens: float32[in, out] from dtype[N, in] and dtype[N, out].
+
+    Over two dimensions, one of them empty: XLA:CPU takes a bfloat16 kernel twice as fast as for one, and splits the
+    sum the same way however many threads the process has.
+    """
+    return jax.lax.dot_general(
+        x[:, None],
+        cotangent[:, None],
+        (((0, 1), (0, 1)), ((), ())),
+        preferred_element_type=jnp.float32,
+    )
+
+
 @jax.custom_vjp
 def matmul_by_rows(x: jax.Array, table: jax.Array) -> jax.Array:
-    """x @ table^T: float32[N, out] from float32[N, in] and float32[out, in], as of a tied embedding.
-
-    The table's gradient is a product over two dimensions too: how XLA:CPU splits the sum over one depends on how many
-    threads the process has, and with it the last bits.
-    """
+    """x @ table^T: float32[N, out] from float32[N, in] and float32[out, in], as of a tied embedding."""
     return jax.lax.dot_general(x, table, (((1,), (1,)), ((), ())))
 
 
@@ -85,11 +94,15 @@ def _by_rows_backward(
 ) -> tuple[jax.Array, jax.Array]:
     x, table = saved
     of_x = jax.lax.dot_general(cotangent, table, (((1,), (0,)), ((), ())))
-    of_table = jax.lax.dot_general(cotangent[:, None], x[:, None], (((0, 1), (0, 1)), ((), ())))
-    return of_x, of_table
+    return of_x, kernel_gradient(cotangent, x)
 
 
 matmul_by_rows.defvjp(_by_rows_forward, _by_rows_backward)
+
+
+def soft_cap(x: jax.Array, cap: float) -> jax.Array:
+    """cap * tanh(x / cap); 0 leaves x as it is."""
+    return cap * jnp.tanh(x / cap) if cap else x
 
 
 def init_kernel(rngs: nnx.Rngs, *shape: int) -> nnx.Param:

@@ -175,7 +175,7 @@ def target_logprobs(
 
     # By hand over the rows: each device gathers the kernel once and adds its gradient up over its own chunks. Left to
     # the partitioner, all devices exchange both anew in every chunk.
-    logprobs, entropy = per_row_shard(score)(model.head_kernel, states, targets)
+    logprobs, entropy = per_row_shard(score, model.head_axes)(model.head_kernel, states, targets)
 
     def back(x: jax.Array) -> jax.Array:
         full = jnp.zeros((B, T), jnp.float32).at[jnp.arange(B)[:, None], columns].set(x)

@@ -19,7 +19,7 @@ from rlvr_jax.distributed.placement import fetch, put
 from rlvr_jax.distributed.sharding import replicated, row_sharding
 from rlvr_jax.models.attention import key_bucket
 from rlvr_jax.models.config import ModelConfig
-from rlvr_jax.models.decoder import STRICT, Params
+from rlvr_jax.models.decoder import Params, compiler_options
 from rlvr_jax.models.policy_head import LogitTransform
 from rlvr_jax.rollout.generate import Rollout, generate
 from rlvr_jax.types import Completion, SamplingParams
@@ -64,7 +64,7 @@ class Engine:
             functools.partial(generate, config=config, dtype=jnp.dtype(dtype)),
             static_argnames=("num_samples", "max_tokens", "transform", "stop_token_ids"),
             out_shardings=Rollout(rows, rows, rows, rows),
-            compiler_options=STRICT,
+            compiler_options=compiler_options(mesh),
         )
         self.load_params(params, policy_version=policy_version)
 

@@ -29,14 +29,20 @@ from rlvr_jax.distributed.sharding import constrain, replicated, row_sharding, s
 from rlvr_jax.envs.single_turn import Judge, make_trajectory, request_id, response_text
 from rlvr_jax.errors import ConfigError
 from rlvr_jax.models.attention import key_bucket
-from rlvr_jax.models.decoder import STRICT, Params
+from rlvr_jax.models.decoder import Params, compiler_options
 from rlvr_jax.models.policy_head import RowBounds
 from rlvr_jax.rollout.engine import min_rows
 from rlvr_jax.rollout.generate import Rollout, generate
 from rlvr_jax.text.chat import ChatTemplate
 from rlvr_jax.text.tokenizer import Tokenizer
 from rlvr_jax.training.shared_judge import decode_rewards, encode_rewards
-from rlvr_jax.training.step import Learner, Metrics, update, with_advantages, with_reference
+from rlvr_jax.training.step import (
+    Learner,
+    Metrics,
+    update,
+    with_advantages,
+    with_reference,
+)
 from rlvr_jax.types import (
     Completion,
     Group,
@@ -468,6 +474,6 @@ def make_fused_step(
             program,
             donate_argnums=0,
             out_shardings=(learner.shardings, replicated(mesh), row_sharding(mesh)),
-            compiler_options=STRICT,
+            compiler_options=compiler_options(learner.mesh, backward=True),
         ),
     )

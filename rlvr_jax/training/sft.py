@@ -34,7 +34,7 @@ from rlvr_jax.distributed.sharding import replicated, row_sharding, spec
 from rlvr_jax.errors import ConfigError
 from rlvr_jax.metrics import MetricsLogger
 from rlvr_jax.models.config import ModelConfig
-from rlvr_jax.models.decoder import REMAT_POLICIES, STRICT, Params
+from rlvr_jax.models.decoder import REMAT_POLICIES, Params, compiler_options
 from rlvr_jax.models.policy_head import LogitTransform, RowBounds, batch_logprobs
 from rlvr_jax.models.weights import save_weights
 from rlvr_jax.training.policy import load_pretrained
@@ -125,12 +125,12 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
         functools.partial(update, loss=loss, optimizer=optimizer),
         donate_argnums=0,
         out_shardings=(shardings, replicated(mesh)),
-        compiler_options=STRICT,
+        compiler_options=compiler_options(mesh, backward=True),
     )
     eval_step = jax.jit(
         functools.partial(sum_and_count, loss=loss),
         out_shardings=replicated(mesh),
-        compiler_options=STRICT,
+        compiler_options=compiler_options(mesh),
     )
     micro_rows = config.train.micro_rows or config.train.batch_rows
     place = functools.partial(

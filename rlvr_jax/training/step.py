@@ -32,7 +32,7 @@ from rlvr_jax.distributed.placement import put
 from rlvr_jax.distributed.sharding import replicated, row_sharding
 from rlvr_jax.models.attention import key_bucket
 from rlvr_jax.models.config import ModelConfig
-from rlvr_jax.models.decoder import REMAT_POLICIES, STRICT, Params
+from rlvr_jax.models.decoder import REMAT_POLICIES, Params, compiler_options
 from rlvr_jax.models.policy_head import LogitTransform, RowBounds, batch_logprobs
 from rlvr_jax.types import TrainBatch, TrainState
 
@@ -406,13 +406,13 @@ def make_learner(
             static_argnames=("bounds", "num_samples"),
             donate_argnums=0,
             out_shardings=(shardings, replicated(mesh)),
-            compiler_options=STRICT,
+            compiler_options=compiler_options(mesh, backward=True),
         ),
         _with_reference=jax.jit(
             functools.partial(with_reference, model=model, config=config),
             static_argnames="bounds",
             out_shardings=rows,
-            compiler_options=STRICT,
+            compiler_options=compiler_options(mesh),
         ),
         _with_advantages=jax.jit(
             functools.partial(with_advantages, config=config), out_shardings=rows

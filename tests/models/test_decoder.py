@@ -261,3 +261,14 @@ def test_an_untied_head_is_used(tiny_config):
     np.testing.assert_allclose(
         bind(config, params).logits(hidden), hidden @ params["head"]["kernel"], atol=1e-5
     )
+
+
+def test_the_gradient_of_a_frequent_token_is_added_up_in_float32(tiny_config):
+    tokens = jnp.zeros(1000, jnp.int32)
+
+    def total(params):
+        rows = bind(tiny_config, params)._embedded(tokens, jnp.bfloat16)
+        return rows.astype(jnp.float32).sum()
+
+    gradient = jax.grad(total)(init_params(tiny_config, jax.random.key(0)))
+    np.testing.assert_array_equal(gradient["embed"]["embedding"][0], 1000.0)

@@ -292,6 +292,26 @@ def test_memory_of_an_update_is_that_of_parameters_gradients_and_moments():
     assert state + temporary + 4 < 20 * 1.25
 
 
+def test_bfloat16_activations_are_kept_in_bfloat16(tiny_config):
+    """Layers, each more of which keeps the activations it got: two bytes a number."""
+    mesh = make_mesh(devices=jax.devices()[:1])
+    config = dataclasses.replace(CONFIG, dtype="bfloat16", remat="full")
+    batch = jax.device_put(batch_of(tiny_config), row_sharding(mesh))
+
+    def temporary(num_layers: int) -> int:
+        model = dataclasses.replace(tiny_config, num_layers=num_layers)
+        learner = make_learner(model, ADAM, mesh, state_shardings(model, ADAM, mesh), config)
+        with jax.set_mesh(mesh):
+            update = learner._update.lower(  # pyright: ignore
+                abstract_state(model, ADAM, mesh), batch, bounds=RowBounds(32), num_samples=12
+            ).compile()
+        gradients = 4 * (model.num_params - tiny_config.num_params)
+        return update.memory_analysis().temp_size_in_bytes - gradients
+
+    kept = (temporary(50) - temporary(10)) / (40 * batch.tokens.size * tiny_config.embed_dim)
+    assert kept == pytest.approx(2, abs=0.2)
+
+
 def test_the_gradient_step_adds_up_losses_it_knows_nothing_of():
     """0.5 * sum (x - p)^2 over pieces of one number each: the gradient is sum (p - x)."""
 
