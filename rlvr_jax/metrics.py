@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 # Metric -> its label on the console; metrics a step does not have are left out.
 COLUMNS: Mapping[str, str] = {"reward/mean": "reward", "kl": "kl", "perf/tokens_per_s": "tok/s"}
 _FILE_NAME = "metrics.jsonl"
+_QUIET_S = 1.0  # what takes no longer needs no progress
 _OURS = ("step", "time", "nonfinite")
 
 
@@ -207,6 +208,58 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     for record in records:
         record.update({name: float(value) for name, value in record.pop("nonfinite", {}).items()})
     return records
+
+
+class ByteProgress:
+    """How far a transfer is, on stderr, once it has taken a second: a bar on a terminal, elsewhere a line at the end.
+
+    Args:
+      what: is being done.
+      total: bytes.
+      console: whether to show anything.
+
+    Attributes:
+      summary: what the line at the end says.
+    """
+
+    def __init__(self, what: str, total: int, *, console: bool) -> None:
+        self.summary = what
+        self._what, self._total = what, total
+        self._console = rich.console.Console(stderr=True, quiet=not console)
+        self._draws = console and self._console.is_interactive and not self._console.is_jupyter
+        self._bar: rich.progress.Progress | None = None
+        self._done = 0
+        self._start = time.monotonic()
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> ByteProgress:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        if error is None and time.monotonic() - self._start > _QUIET_S:
+            self._console.print(self.summary, markup=False, highlight=False, soft_wrap=True)
+
+    def advance(self, num_bytes: int) -> None:
+        """So many more are done. Threads may call at once."""
+        with self._lock:
+            self._done += num_bytes
+            if not self._draws or time.monotonic() - self._start < _QUIET_S:
+                return
+            if self._bar is None:
+                self._bar = rich.progress.Progress(
+                    rich.progress.TextColumn("{task.description}"),
+                    rich.progress.BarColumn(bar_width=20),
+                    rich.progress.DownloadColumn(binary_units=True),
+                    rich.progress.TransferSpeedColumn(),
+                    rich.progress.TimeRemainingColumn(),
+                    console=self._console,
+                    transient=True,
+                )
+                self._task_id = self._bar.add_task(self._what, total=self._total)
+                self._bar.start()
+            self._bar.update(self._task_id, completed=self._done)
 
 
 class PhaseTimer:

@@ -1,7 +1,7 @@
-"""Weights out of a GGUF file: metadata, and tensors dequantised to float32 one at a time.
+"""Weights out of a GGUF file: metadata, and rows of tensors dequantised to float32 as they are read.
 
 llama.cpp rotates neighbouring pairs of a head (interleaved RoPE), so its files keep the rows of the query and key
-projections in another order than Hugging Face's. ``GgufFile.read`` puts them back; without that the model still
+projections in another order than Hugging Face's. ``GgufFile.rows`` puts them back; without that the model still
 talks, badly (perplexity 25 instead of 6.3 on a plain paragraph), which is why it is done where the file is read.
 """
 
@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from etils import epath
 
 from rlvr_jax.errors import WeightsError, require
 from rlvr_jax.models.config import ModelConfig, RopeScaling
@@ -31,7 +33,10 @@ class GgufFile:
       MissingExtraError: when the ``gguf`` package is absent.
     """
 
-    def __init__(self, path: Path) -> None:
+    readable_kinds = "what the gguf package can dequantise, such as Q8_0 or F16"
+    remote = False
+
+    def __init__(self, path: Path | epath.Path) -> None:
         gguf = require("gguf", "smollm2")
         try:
             reader = gguf.GGUFReader(path)
@@ -39,7 +44,9 @@ class GgufFile:
             raise WeightsError(
                 f"{path} cannot be read as GGUF ({error}); it may be cut short: copy the file again"
             ) from error
+        self.files = (epath.Path(path),)
         self._dequantize = gguf.dequantize
+        self._readable: dict[Any, bool] = {}
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
         field = reader.fields.get("general.architecture")
         architecture = None if field is None else field.contents()
@@ -87,19 +94,28 @@ class GgufFile:
         """[out, in], as torch has it; the file counts dimensions from the innermost."""
         return tuple(int(size) for size in reversed(self._tensors[name].shape))
 
-    def read(self, name: str, tensor: Tensor) -> np.ndarray:
-        """float32, dequantised, rows in Hugging Face's order."""
+    def dtype(self, name: str) -> str:
+        return self._tensors[name].tensor_type.name
+
+    def readable(self, name: str) -> bool:
         entry = self._tensors[name]
-        try:
-            weight = self._dequantize(entry.data, entry.tensor_type).reshape(self.shape(name))
-        except NotImplementedError as error:
-            raise WeightsError(
-                f"tensor {name} has type {entry.tensor_type.name}, which the gguf package cannot dequantise; "
-                "use a file of another quantisation, such as Q8_0"
-            ) from error
-        if tensor.rotary_heads is None:
-            return weight
-        heads = getattr(self._config, tensor.rotary_heads)
-        rows, columns = weight.shape
-        pairs = weight.reshape(heads, rows // heads // 2, 2, columns)
-        return pairs.swapaxes(1, 2).reshape(rows, columns)
+        if entry.tensor_type not in self._readable:
+            try:
+                self._dequantize(entry.data[:1], entry.tensor_type)
+                self._readable[entry.tensor_type] = True
+            except NotImplementedError:
+                self._readable[entry.tensor_type] = False
+        return self._readable[entry.tensor_type]
+
+    def rows(self, name: str, tensor: Tensor, start: int, stop: int) -> np.ndarray:
+        """float32, dequantised, rows in Hugging Face's order."""
+        entry, shape = self._tensors[name], self.shape(name)
+        if len(shape) == 1:  # its blocks of numbers run across what is asked for
+            return self._dequantize(entry.data, entry.tensor_type).reshape(shape)[start:stop]
+        wanted: Any = slice(start, stop)
+        if tensor.rotary_heads is not None:
+            heads = getattr(self._config, tensor.rotary_heads)
+            in_file = np.arange(shape[0]).reshape(heads, shape[0] // heads // 2, 2)
+            wanted = in_file.swapaxes(1, 2).ravel()[start:stop]
+        rows = self._dequantize(entry.data[wanted], entry.tensor_type)
+        return rows.reshape(stop - start, *shape[1:])

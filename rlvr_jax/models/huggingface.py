@@ -9,40 +9,45 @@ from typing import Any
 
 import numpy as np
 import safetensors
+from etils import epath
 from safetensors.numpy import save_file
 
 from rlvr_jax.errors import WeightsError
 from rlvr_jax.models.config import ModelConfig
 from rlvr_jax.models.families import FAMILIES, Tensor
+from rlvr_jax.models.loading import listed
+from rlvr_jax.models.tensor_file import DTYPES, TensorFile
 
 _SAFETENSORS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_FLOATS = {"F64", "F32", "F16", "BF16"}
+Places = dict[str, tuple[TensorFile, str]]  # tensor name -> the file it is in, and its name there
 
 
 class HuggingFaceDirectory:
     """config.json and safetensors as a source of named tensors.
 
     Args:
-      path: the directory; its files are mapped, not read.
+      path: the directory, local or remote; of its weights only the headers are read.
 
     Raises:
       WeightsError: when files are missing or damaged, or config.json asks for maths that the decoder does not do.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: epath.Path) -> None:
         settings = _read_object(path / "config.json")
-        files = _tensor_files(path)
+        opened, places = _open_files(path)
         if settings.get("model_type") == "gemma3":
-            settings, files = _text_part(settings, files)
+            settings, places = _text_part(settings, places)
         model_type = settings.get("model_type")
         if model_type not in FAMILIES:
             raise WeightsError(
                 f"{path / 'config.json'} has model_type {model_type!r}; expected one of {sorted(FAMILIES)}"
             )
         self.family = FAMILIES[model_type]
+        self.files = tuple(opened)
+        self.remote = any(file.remote for file in opened.values())
         self._config = self.family.from_hf(settings)
-        self._files = {name: (_open(file), key) for name, (file, key) in files.items()}
+        self._places = places
 
     @property
     def config(self) -> ModelConfig:
@@ -50,29 +55,32 @@ class HuggingFaceDirectory:
 
     def names(self) -> set[str]:
         # Old checkpoints hold RoPE's frequencies, which follow from the configuration.
-        return {name for name in self._files if not name.endswith("rotary_emb.inv_freq")}
+        return {name for name in self._places if not name.endswith("rotary_emb.inv_freq")}
 
     def name_of(self, tensor: Tensor) -> str:
         return tensor.hf
 
     def shape(self, name: str) -> tuple[int, ...]:
-        file, key = self._files[name]
-        entry = file.get_slice(key)
-        if entry.get_dtype() not in _FLOATS:
-            raise WeightsError(
-                f"tensor {name} has dtype {entry.get_dtype()}; expected one of {sorted(_FLOATS)}: "
-                "use the model before quantisation"
-            )
-        return tuple(entry.get_shape())
+        file, key = self._places[name]
+        return file.entries[key].shape
 
-    def read(self, name: str, tensor: Tensor) -> np.ndarray:
-        file, key = self._files[name]
-        return file.get_tensor(key)
+    def dtype(self, name: str) -> str:
+        file, key = self._places[name]
+        return file.entries[key].dtype
+
+    def readable(self, name: str) -> bool:
+        return self.dtype(name) in DTYPES
+
+    @property
+    def readable_kinds(self) -> str:
+        return ", ".join(DTYPES)
+
+    def rows(self, name: str, tensor: Tensor, start: int, stop: int) -> np.ndarray:
+        file, key = self._places[name]
+        return file.rows(key, start, stop)
 
 
-def _text_part(
-    settings: dict[str, Any], files: dict[str, tuple[Path, str]]
-) -> tuple[dict[str, Any], dict[str, tuple[Path, str]]]:
+def _text_part(settings: dict[str, Any], places: Places) -> tuple[dict[str, Any], Places]:
     """Of a model that sees images too, the settings and tensors of its text model, named as those of a text model."""
     known = {
         *("architectures", "model_type", "text_config", "vision_config", "mm_tokens_per_image"),
@@ -81,7 +89,7 @@ def _text_part(
     text = {key: value for key, value in settings.items() if key not in known}
     text |= settings.get("text_config") or {}
     named = {}
-    for name, place in files.items():
+    for name, place in places.items():
         if "vision_tower." in name or "multi_modal_projector." in name:
             continue
         for prefix in ("language_model.model.", "model.language_model."):
@@ -91,43 +99,37 @@ def _text_part(
     return text | {"model_type": "gemma3_text", "architectures": None}, named
 
 
-def _tensor_files(path: Path) -> dict[str, tuple[Path, str]]:
-    """Tensor name -> the file it is in, and its name there."""
-    if (path / _INDEX).is_file():
+def _open_files(path: epath.Path) -> tuple[dict[epath.Path, TensorFile], Places]:
+    """The files of weights, and where in them each tensor is."""
+    if (path / _INDEX).exists():
         weight_map = _read_object(path / _INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise WeightsError(f"{path / _INDEX} has no weight_map; copy the file again")
-        absent = sorted({file for file in weight_map.values() if not (path / file).is_file()})
+        names = sorted(set(weight_map.values()))
+        absent = [name for name in names if not (path / name).exists()]
         if absent:
             raise WeightsError(
                 f"{path} lacks {', '.join(absent)}, named in {_INDEX}; copy the missing files"
             )
-        shards = {file: set(_open(path / file).keys()) for file in set(weight_map.values())}
-        moved = sorted(name for name, file in weight_map.items() if name not in shards[file])
+        opened = {path / name: TensorFile(path / name) for name in names}
+        moved = sorted(
+            name for name, file in weight_map.items() if name not in opened[path / file].entries
+        )
         if moved:
             raise WeightsError(
                 f"{_INDEX} names tensors that their files do not hold: {listed(moved)}; copy the files again"
             )
-        return {name: (path / file, name) for file, names in shards.items() for name in names}
-    if (path / _SAFETENSORS).is_file():
-        names = _open(path / _SAFETENSORS).keys()
-        return {name: (path / _SAFETENSORS, name) for name in names}
-    raise WeightsError(
-        f"{path} has neither {_SAFETENSORS} nor {_INDEX}; expected safetensors. Other kinds are converted once with "
-        "transformers: AutoModelForCausalLM.from_pretrained(dir).save_pretrained(dir)"
-    )
-
-
-def _open(file: Path) -> Any:
-    try:
-        return safetensors.safe_open(file, framework="numpy")
-    except (safetensors.SafetensorError, OSError) as error:
+    elif (path / _SAFETENSORS).exists():
+        opened = {path / _SAFETENSORS: TensorFile(path / _SAFETENSORS)}
+    else:
         raise WeightsError(
-            f"{file} cannot be read as safetensors ({error}); it may be cut short: copy it again"
-        ) from error
+            f"{path} has neither {_SAFETENSORS} nor {_INDEX}; expected safetensors. Other kinds are converted once "
+            "with transformers: AutoModelForCausalLM.from_pretrained(dir).save_pretrained(dir)"
+        )
+    return opened, {name: (file, name) for file in opened.values() for name in file.entries}
 
 
-def _read_object(file: Path) -> dict[str, Any]:
+def _read_object(file: epath.Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -181,9 +183,3 @@ def write_safetensors(
         total = sum(num_bytes for _, num_bytes, _ in tensors)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def listed(items: Sequence[str], limit: int = 8) -> str:
-    """The first names of a list that may be long."""
-    more = f" and {len(items) - limit} more" if len(items) > limit else ""
-    return ", ".join(items[:limit]) + more

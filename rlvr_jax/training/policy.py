@@ -1,6 +1,6 @@
 """A policy: weights on a mesh, with the tokenizer, the chat template and the engine that belong to them.
 
-``load_pretrained`` reads what a model is made of, on the host. ``load_policy`` puts it on a mesh, ready to answer:
+``load_pretrained`` reads what a model is made of, ``load_policy`` makes it ready to answer:
 
     policy = load_policy("smollm2-135m-instruct")
     responses = policy.generate(["What is 2 + 3?"], temperature=0.7, num_samples=4)
@@ -22,24 +22,25 @@ import optax
 
 from rlvr_jax.checkpoint.manager import Checkpointer
 from rlvr_jax.distributed.mesh import make_mesh
+from rlvr_jax.distributed.placement import put
 from rlvr_jax.envs.single_turn import response_text
 from rlvr_jax.errors import WeightsError
 from rlvr_jax.models.config import ModelConfig
 from rlvr_jax.models.decoder import Params, abstract_params, init_params
-from rlvr_jax.models.weights import load_weights, resolve_model, save_weights
+from rlvr_jax.models.weights import open_weights, read_params, resolve_model, save_weights
 from rlvr_jax.rollout.engine import Engine
 from rlvr_jax.tasks.splits import content_hash
 from rlvr_jax.text.byte_level import byte_level_tokenizer
 from rlvr_jax.text.chat import ChatTemplate, Conversation
 from rlvr_jax.text.tokenizer import Tokenizer, check_vocab, load_tokenizer
-from rlvr_jax.training.state import state_shardings
+from rlvr_jax.training.state import abstract_state, check_mesh, state_shardings
 from rlvr_jax.training.workdir import CONFIG_FILE
 from rlvr_jax.types import Completion, Message, SamplingParams
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pretrained:
-    """What a model directory, file or run holds: NumPy params on the host, float32.
+    """What a model directory, file or run holds: float32 params, NumPy on the host, or on a mesh.
 
     ``step`` is the number of updates of the run it was taken from; None for weights that are nobody's run.
     """
@@ -54,31 +55,40 @@ class Pretrained:
 TINY = "tiny-random"
 
 
-def load_pretrained(name_or_path: str | Path) -> Pretrained:
+def load_pretrained(
+    name_or_path: str | Path, *, mesh: jax.sharding.Mesh | None = None
+) -> Pretrained:
     """Loads weights, tokenizer and chat template.
 
     Args:
-      name_or_path: ``smollm2-135m-instruct``, a Hugging Face directory, a GGUF file, the workdir of a run (its newest
-        healthy checkpoint), or ``tiny-random`` (random weights on bytes, for smoke tests).
+      name_or_path: ``smollm2-135m-instruct``, a Hugging Face directory (local or a ``gs://`` URL), a GGUF file, the
+        workdir of a run (its newest healthy checkpoint), or ``tiny-random`` (random weights on bytes, for smoke tests).
+      mesh: where the params go; each process reads what its devices hold, and no host holds the model. None for NumPy.
 
     Raises:
       WeightsError: nothing there, damaged, or the tokenizer is of another model.
+      ValueError: the model does not divide over the mesh.
       CheckpointError: a run whose checkpoints are all damaged, or of another model than its config says.
     """
     if name_or_path == TINY:
-        return _tiny_random()
+        return _tiny_random(mesh)
     if (Path(name_or_path).expanduser() / "checkpoints").is_dir():
-        return _newest_checkpoint(Path(name_or_path).expanduser())
+        return _newest_checkpoint(Path(name_or_path).expanduser(), mesh)
     path = resolve_model(name_or_path)
     tokenizer = load_tokenizer(path)
-    config, params = load_weights(path)
-    check_vocab(tokenizer, config)
+    weights = open_weights(path)
+    check_vocab(tokenizer, weights.config)
+    if mesh is not None:
+        check_mesh(weights.config, mesh)
     return Pretrained(
-        config=config, params=params, tokenizer=tokenizer, chat=ChatTemplate(tokenizer)
+        config=weights.config,
+        params=read_params(weights, mesh=mesh),
+        tokenizer=tokenizer,
+        chat=ChatTemplate(tokenizer),
     )
 
 
-def _newest_checkpoint(workdir: Path) -> Pretrained:
+def _newest_checkpoint(workdir: Path, mesh: jax.sharding.Mesh | None) -> Pretrained:
     """The weights a run has come to; everything else is that of the model it started from."""
     try:
         start = json.loads((workdir / CONFIG_FILE).read_text())["model"]
@@ -87,19 +97,24 @@ def _newest_checkpoint(workdir: Path) -> Pretrained:
             f"{workdir} has checkpoints but no {CONFIG_FILE} that names their model "
             f"({type(error).__name__}: {error}); expected the workdir of a run"
         ) from error
-    pretrained = load_pretrained(start)
+    pretrained = load_pretrained(start, mesh=mesh)
+    abstract = abstract_params(pretrained.config)
+    if mesh is not None:
+        abstract = abstract_state(pretrained.config, optax.set_to_zero(), mesh).params
     with Checkpointer(workdir / "checkpoints") as checkpointer:
-        restored = checkpointer.restore_params(abstract_params(pretrained.config))
+        restored = checkpointer.restore_params(abstract)
     if restored is None:
         raise WeightsError(
             f"the run in {workdir} has no finished checkpoint yet; expected at least one: wait for it "
             f"(config.checkpoint.every says how often), or take {start!r}, which it started from"
         )
     step, params = restored
-    return dataclasses.replace(pretrained, params=jax.tree.map(np.asarray, params), step=step)
+    if mesh is None:
+        params = jax.tree.map(np.asarray, params)
+    return dataclasses.replace(pretrained, params=params, step=step)
 
 
-def _tiny_random() -> Pretrained:
+def _tiny_random(mesh: jax.sharding.Mesh | None) -> Pretrained:
     tokenizer = byte_level_tokenizer()
     config = ModelConfig(
         vocab_size=-(-tokenizer.vocab_size // 64) * 64,
@@ -111,6 +126,8 @@ def _tiny_random() -> Pretrained:
         head_dim=8,
     )
     params = jax.tree.map(np.asarray, init_params(config, jax.random.key(0)))
+    if mesh is not None:
+        params = put(params, state_shardings(config, optax.set_to_zero(), mesh).params)
     return Pretrained(
         config=config, params=params, tokenizer=tokenizer, chat=ChatTemplate(tokenizer)
     )
@@ -302,13 +319,14 @@ def load_policy(
       WeightsError, CheckpointError: see ``load_pretrained``.
       ValueError: the model does not divide over the mesh.
     """
-    pretrained = load_pretrained(name_or_path)
+    mesh = make_mesh() if mesh is None else mesh
+    pretrained = load_pretrained(name_or_path, mesh=mesh)
     return Policy(
         pretrained.config,
         pretrained.params,
         tokenizer=pretrained.tokenizer,
         chat=pretrained.chat,
-        mesh=make_mesh() if mesh is None else mesh,
+        mesh=mesh,
         dtype=dtype,
         max_rows=max_rows,
         seed=seed,

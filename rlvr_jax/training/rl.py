@@ -87,7 +87,7 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
     # The model, on its mesh.
     mesh = make_mesh(**config.mesh)
     check_settings(config, num_row_shards(mesh))
-    pretrained = load_pretrained(config.model)
+    pretrained = load_pretrained(config.model, mesh=mesh)
     model, tokenizer, chat = pretrained.config, pretrained.tokenizer, pretrained.chat
     updates_per_step = config.train.num_epochs * config.train.num_minibatches
     optimizer_config = OptimizerConfig(

@@ -85,9 +85,9 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
     clock = time.perf_counter()
 
     # The model, on its mesh.
-    pretrained = load_pretrained(config.model)
-    model, tokenizer = pretrained.config, pretrained.tokenizer
     mesh = make_mesh(**config.mesh)
+    pretrained = load_pretrained(config.model, mesh=mesh)
+    model, tokenizer = pretrained.config, pretrained.tokenizer
     optimizer_config = OptimizerConfig(num_steps=config.num_steps, **config.optimizer)
     learning_rate = learning_rate_schedule(optimizer_config)
     optimizer = make_optimizer(optimizer_config)
@@ -172,7 +172,7 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
             state = init_state(model, pretrained.params, optimizer, mesh, seed=config.seed)
             before = evaluate(state.params)
         first_step = step
-        pretrained = None  # its NumPy weights are not needed any more
+        pretrained = None  # its weights are not needed any more
         logger.truncate(step)
 
         def save() -> None:
