@@ -2,6 +2,9 @@
 
 What is required, and what each extra brings, is read from the installed package's own metadata, so that it cannot
 disagree with what pip installs. Exit status 0 when training can start, 1 when it cannot.
+
+With ``--weights MODEL`` it looks at a model instead: that every tensor of its configuration is there, and that the
+files are the published ones. Exit status 0 when they are (or nobody published a checksum), 1 when a file is damaged.
 """
 
 from __future__ import annotations
@@ -202,10 +205,68 @@ def show(report: Report) -> None:
     console.print("\n".join(verdict))
 
 
+def examine_weights(model: str) -> dict[str, Any]:
+    """Reads every byte of a model's weights.
+
+    Returns:
+      ``ok``, ``model`` (its weights in a line), ``num_params``, ``dtypes`` (dtype -> number of tensors) and ``files``:
+      of each ``name``, ``sha256``, what was ``expected`` of it, and the ``source`` that says so (None: nobody does).
+
+    Raises:
+      WeightsError: there is none, or its tensors are not those of its configuration; all that are wrong are named.
+    """
+    from rlvr_jax.models.checksums import known_checksum, sha256
+    from rlvr_jax.models.weights import describe, open_weights, resolve_model
+
+    weights = open_weights(resolve_model(model))
+    files = []
+    for file in weights.source.files:
+        known = known_checksum(file)
+        expected, source = known or (None, None)
+        found = sha256(file)
+        files.append({"name": file.name, "sha256": found, "expected": expected, "source": source})
+    ok = all(file["expected"] in (None, file["sha256"]) for file in files)
+    if ok and weights.config.tie_embeddings:
+        weights.check_tied_head()
+    return {
+        "ok": ok,
+        "model": describe(weights),
+        "num_params": weights.config.num_params,
+        "dtypes": {dtype: len(names) for dtype, names in weights.dtypes().items()},
+        "files": files,
+    }
+
+
+def show_weights(found: dict[str, Any]) -> None:
+    """Prints what ``examine_weights`` found."""
+    print(found["model"])
+    for file in found["files"]:
+        verdict = "no published checksum"
+        if file["expected"] is not None:
+            same = file["expected"] == file["sha256"]
+            verdict = "as" if same else f"DAMAGED, expected {file['expected']}"
+            verdict += f" in {file['source']}"
+        print(f"{file['sha256']}  {file['name']}  {verdict}")
+    print("the weights are whole" if found["ok"] else "copy the damaged files again")
+
+
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="rlvr doctor", description=__doc__, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument(
+        "--weights",
+        metavar="MODEL",
+        help="check a model's files: a directory, a gs:// URL, a .gguf",
+    )
     args = parser.parse_args(list(argv))
+    if args.weights is not None:
+        found = examine_weights(args.weights)
+        if args.json:
+            json.dump(found, sys.stdout, indent=2)
+            print()
+        else:
+            show_weights(found)
+        return 0 if found["ok"] else 1
     report = examine(pathlib.Path.cwd())
     if args.json:
         json.dump({"ok": not report.problems, **dataclasses.asdict(report)}, sys.stdout, indent=2)

@@ -131,7 +131,7 @@ class Weights:
                 "were changed on purpose, remove the checksum"
             )
         if self.config.tie_embeddings:
-            self._check_tied_head()
+            self.check_tied_head()
 
     def load(
         self,
@@ -252,8 +252,12 @@ class Weights:
             pass  # to raise what a thread raised
         return pieces
 
-    def _check_tied_head(self) -> None:
-        """A tied model may be saved with a head, a copy of its embedding; another would be lost without a word."""
+    def check_tied_head(self) -> None:
+        """A tied model may be saved with a head, a copy of its embedding; another would be lost without a word.
+
+        Raises:
+          WeightsError: it has another.
+        """
         source = self.source
         head, embedding = self._tensors["head/kernel"], self._tensors["embed/embedding"]
         name, of_table = source.name_of(head), source.name_of(embedding)

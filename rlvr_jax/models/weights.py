@@ -120,21 +120,24 @@ def read_params(
     with ByteProgress("loading weights", total, console=is_first()) as progress:
         weights.check_content(shared=mesh is not None)
         params = weights.load(dtype, mesh=mesh, advance=progress.advance)
-        progress.summary = describe(weights) + f" in {time.monotonic() - began:.1f} s"
+        known = {
+            checksum.source for file in weights.source.files if (checksum := known_checksum(file))
+        }
+        checked = f"SHA-256 as in {', '.join(sorted(known))}" if known else "no published checksum"
+        seconds = time.monotonic() - began
+        progress.summary = f"loaded {describe(weights)}; {checked}; {seconds:.1f} s"
     return params
 
 
 def describe(weights: Weights) -> str:
-    """Weights in a line: how many, of which dtype, and whether they are what was published."""
+    """Weights in a line: how many, and of which dtypes; the few tensors of a rarer one are named."""
     dtypes = [
         f"{dtype} x {len(names)}"
         + (f" ({', '.join(names)})" if position and len(names) < 4 else "")
         for position, (dtype, names) in enumerate(weights.dtypes().items())
     ]
-    known = {known.source for file in weights.source.files if (known := known_checksum(file))}
-    checked = f"SHA-256 as in {', '.join(sorted(known))}" if known else "no published checksum"
     millions = weights.config.num_params / 1e6
-    return f"{millions:,.1f} M parameters of {weights.path}: tensors {', '.join(dtypes)}; {checked}"
+    return f"{millions:,.1f} M parameters of {weights.path}, tensors {', '.join(dtypes)}"
 
 
 def save_weights(

@@ -10,11 +10,13 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
+from etils import epath
+
 from rlvr_jax.errors import WeightsError
 from rlvr_jax.models.config import SMOLLM2_135M, ModelConfig
 from rlvr_jax.models.families import FAMILIES
 from rlvr_jax.models.gguf import GgufFile
-from rlvr_jax.models.weights import PACKAGED_MODELS
+from rlvr_jax.models.weights import PACKAGED_MODELS, resolve_model
 from rlvr_jax.training.policy import TINY, load_pretrained
 from rlvr_jax.training.workdir import CONFIG_FILE
 
@@ -38,7 +40,8 @@ def model_shape(name_or_path: str | Path) -> Shape:
     Raises:
       WeightsError: no such model; the message lists the published names.
     """
-    path, name = Path(name_or_path).expanduser(), str(name_or_path)
+    name = str(name_or_path)
+    path = resolve_model(name) if "://" in name else epath.Path(name).expanduser()
     if name == TINY:
         return Shape(load_pretrained(name).config, "random weights")
     if name in PACKAGED_MODELS:
@@ -63,7 +66,7 @@ def published_names() -> list[str]:
     return sorted(file.stem for file in PUBLISHED.glob("*.json"))
 
 
-def _read(file: Path) -> ModelConfig:
+def _read(file: Path | epath.Path) -> ModelConfig:
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:

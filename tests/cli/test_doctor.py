@@ -4,10 +4,13 @@ import shutil
 import tomllib
 
 import jax
+import numpy as np
 import pytest
 
 from rlvr_jax.cli import doctor
 from rlvr_jax.cli.main import main
+from rlvr_jax.models.decoder import abstract_params
+from rlvr_jax.models.weights import save_weights
 
 PYPROJECT = pathlib.Path(__file__).resolve().parents[2] / "pyproject.toml"
 
@@ -133,3 +136,27 @@ def test_a_flag_it_does_not_know_is_status_2():
     with pytest.raises(SystemExit) as stop:
         main(["doctor", "--jsn"])
     assert stop.value.code == 2
+
+
+def test_a_models_files_are_checked_against_what_was_published(tmp_path, tiny_config, capsys):
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), abstract_params(tiny_config)
+    )
+    save_weights(tmp_path / "model", tiny_config, params)
+    ask = ["doctor", "--weights", str(tmp_path / "model")]
+    assert main([*ask, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["ok"], found["num_params"]) == (True, tiny_config.num_params)
+    assert found["dtypes"] == {"F32": 20}
+    [file] = found["files"]
+    assert file["sha256"] == file["expected"] and file["source"] == "SHA256SUMS"
+    content = bytearray((tmp_path / "model/model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (tmp_path / "model/model.safetensors").write_bytes(content)
+    assert main(ask) == 1
+    assert f"DAMAGED, expected {file['sha256']} in SHA256SUMS" in capsys.readouterr().out
+    (tmp_path / "model/SHA256SUMS").unlink()
+    assert main(ask) == 0
+    assert "no published checksum" in capsys.readouterr().out
+    assert main([*ask[:2], str(tmp_path / "nothing")]) == 2

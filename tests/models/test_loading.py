@@ -20,17 +20,25 @@ from etils.epath import backend
 from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.numpy import load_file, save_file
 
+from rlvr_jax import metrics
 from rlvr_jax.distributed.mesh import make_mesh
 from rlvr_jax.distributed.sharding import param_shardings, tree_paths
 from rlvr_jax.errors import MissingExtraError, WeightsError
 from rlvr_jax.models import checksums, loading
+from rlvr_jax.models import weights as weights_module
 from rlvr_jax.models.checksums import SUMS
 from rlvr_jax.models.config import ModelConfig
 from rlvr_jax.models.decoder import PARAM_AXES, abstract_params
 from rlvr_jax.models.families import FAMILIES
 from rlvr_jax.models.loading import Weights
 from rlvr_jax.models.tensor_file import TensorFile
-from rlvr_jax.models.weights import load_weights, open_weights, resolve_model, save_weights
+from rlvr_jax.models.weights import (
+    describe,
+    load_weights,
+    open_weights,
+    resolve_model,
+    save_weights,
+)
 from rlvr_jax.text.byte_level import byte_level_tokenizer
 from rlvr_jax.text.tokenizer import load_tokenizer
 from rlvr_jax.training.policy import load_policy
@@ -178,6 +186,32 @@ def test_a_model_that_does_not_divide_is_refused_before_it_is_read(
     monkeypatch.setattr(Weights, "_read", None)
     with pytest.raises(ValueError, match=r"size 36 must be divisible by mesh axis fsdp \(8\)"):
         load_weights(tmp_path / "model", mesh=make_mesh(1, 8, 1))
+
+
+def test_a_load_that_takes_long_says_what_it_loaded_once(
+    directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load_weights(directory)
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr(metrics, "_QUIET_S", 0.0)
+    load_weights(directory)
+    out, line = capsys.readouterr()
+    assert not out and line.count("\n") == 1
+    assert f"M parameters of {directory}, tensors BF16 x 30; SHA-256 as in SHA256SUMS;" in line
+    monkeypatch.setattr(weights_module, "is_first", lambda: False)
+    load_weights(directory)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_tensor_of_a_dtype_of_its_own_is_named(directory: pathlib.Path) -> None:
+    """It is converted like the others; whoever wonders sees it."""
+    (directory / SUMS).unlink()
+    for file in directory.glob("*.safetensors"):
+        tensors = load_file(file)
+        if "model.norm.weight" in tensors:
+            tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.float32)
+            save_file(tensors, file)
+    assert "BF16 x 29, F32 x 1 (model.norm.weight)" in describe(open_weights(directory))
 
 
 # What is wrong is listed, before anything is read
