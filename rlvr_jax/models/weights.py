@@ -233,6 +233,12 @@ def _remote_directory(url: str) -> epath.Path:
     except ImportError as error:
         extra = "'rlvr_jax[gcs]'" if url.startswith("gs://") else "the package it names"
         raise MissingExtraError(f"{url} cannot be opened: {error}; pip install {extra}") from error
+    except Exception as error:
+        # Each kind of storage has its own errors, for a refusal or a network that is down.
+        raise WeightsError(
+            f"{url} cannot be opened ({type(error).__name__}: {error}); expected a directory that this machine may "
+            "read: check its credentials (for gs://, gcloud auth application-default login)"
+        ) from error
     if not found:
         raise WeightsError(
             f"no model at {url}; expected a directory with config.json, tokenizer.json and safetensors: is the bucket "

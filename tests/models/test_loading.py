@@ -42,6 +42,8 @@ from rlvr_jax.models.weights import (
 from rlvr_jax.text.byte_level import byte_level_tokenizer
 from rlvr_jax.text.tokenizer import load_tokenizer
 from rlvr_jax.training.policy import load_policy
+from tests.models.test_weights import UNTIED, write_gguf
+from tests.process_group import process_group
 
 MESHES = [(8, 1, 1), (1, 8, 1), (1, 2, 4), (2, 2, 2)]
 # What differs from the tiny llama: norms, biases, fused tensors, experts, an own head.
@@ -212,6 +214,65 @@ def test_a_tensor_of_a_dtype_of_its_own_is_named(directory: pathlib.Path) -> Non
             tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.float32)
             save_file(tensors, file)
     assert "BF16 x 29, F32 x 1 (model.norm.weight)" in describe(open_weights(directory))
+
+
+def test_gguf_loads_onto_a_mesh_with_its_rows_in_order(tmp_path: pathlib.Path) -> None:
+    """Slices cut through heads, whose rows the file has in another order."""
+    write_gguf(tmp_path / "model.gguf", UNTIED, random_params(UNTIED))
+    for sizes in [(1, 2, 4), (1, 1, 8)]:
+        got = load_weights(tmp_path / "model.gguf", mesh=make_mesh(*sizes))[1]
+        assert_same(got, load_weights(tmp_path / "model.gguf")[1])
+
+
+TOGETHER = """
+import sys
+import jax
+from rlvr_jax.distributed.mesh import make_mesh
+from rlvr_jax.distributed.processes import joined
+from rlvr_jax.errors import WeightsError
+from rlvr_jax.models.loading import Weights
+from rlvr_jax.models.weights import load_weights
+
+read_slices, read = Weights._read, []
+def counted(*args, **kwargs):
+    pieces = read_slices(*args, **kwargs)
+    read.extend(piece.nbytes for piece in pieces)
+    return pieces
+Weights._read = counted
+with joined():
+    _, params = load_weights(sys.argv[1], mesh=make_mesh(1, 8, 1))
+    here = jax.tree.map(lambda x: x.addressable_shards[0].data, params)
+    print("READ", sum(read), float(jax.numpy.abs(here["layers"]["mlp"]["gate"]).sum()), flush=True)
+    try:
+        load_weights(sys.argv[2], mesh=make_mesh(1, 8, 1))
+    except WeightsError as error:
+        print("REFUSED", error, flush=True)
+"""
+
+
+def test_two_processes_each_read_their_half_and_both_hear_of_damage(
+    directory: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    damaged = shutil.copytree(directory, tmp_path / "damaged")
+    file = sorted(damaged.glob("*.safetensors"))[1]  # the second process looks at this one
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with process_group("-c", TOGETHER, directory, damaged, folder=tmp_path / "logs") as group:
+        assert group.wait(240) == [0, 0], group.log(0) + group.log(1)
+        logs = [group.log(index) for index in range(2)]
+    config, params = load_weights(directory)
+    gate = params["layers"]["mlp"]["gate"]
+    whole = sum(
+        leaf.nbytes
+        for path, leaf in tree_paths(params).items()
+        if "embed" not in PARAM_AXES[path]  # the others are halved
+    )
+    half = (4 * config.num_params - whole) // 2
+    for index, log in enumerate(logs):
+        [line] = [line for line in log.splitlines() if line.startswith("READ")]
+        assert int(line.split()[1]) == half + whole
+        first = gate[:, 16 * index : 16 * index + 4]  # of 32, 4 a device
+        assert float(line.split()[2]) == pytest.approx(np.abs(first).sum(), rel=1e-5)
+        assert f"REFUSED files in {damaged} are not what was published: {file.name} has" in log
 
 
 # What is wrong is listed, before anything is read
