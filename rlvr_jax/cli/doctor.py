@@ -247,7 +247,7 @@ def show_weights(found: dict[str, Any]) -> None:
             verdict = "as" if same else f"DAMAGED, expected {file['expected']}"
             verdict += f" in {file['source']}"
         print(f"{file['sha256']}  {file['name']}  {verdict}")
-    print("the weights are whole" if found["ok"] else "copy the damaged files again")
+    print("every tensor is there" if found["ok"] else "copy the damaged files again")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -192,7 +192,7 @@ class Weights:
         read: Callable[[str, Sequence[Index]], list[np.ndarray]],
         dtype: np.dtype[Any],
     ) -> jax.Array:
-        """A parameter on the mesh. (``jax.make_array_from_callback`` would hold all slices of the host at once.)"""
+        """A parameter on the mesh. ``jax.make_array_from_callback`` would hold the slices of all devices at once."""
         devices = _devices_by_index(self._shapes[path], sharding)
         together: dict[Any, list[Index]] = {}
         for index in devices:
