@@ -44,6 +44,8 @@ def get_config(arg: str = "") -> ConfigDict:
             min_p=0.0,
             stop=(),
             max_rows=64,
+            # Mixtures of experts: the update sends tokens to the experts that they went to while sampling.
+            router_replay=False,
         )
     )
     config.algorithm = ConfigDict(
@@ -59,6 +61,8 @@ def get_config(arg: str = "") -> ConfigDict:
             kl_coef=0.0,
             kl_target=0.0,
             entropy_coef=0.0,
+            # Mixtures of experts: weight of the load-balancing loss.
+            router_aux_loss_coef=0.0,
             rollout_is="off",
             rollout_is_threshold=2.0,
             overlong_buffer=0,
@@ -81,7 +85,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config.train = ConfigDict(
         dict(row_length=240, micro_rows=0, remat="full", num_epochs=1, num_minibatches=1)
     )
-    config.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1))
+    config.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1, expert=1))
     config.verifiers = ConfigDict(dict(num_workers=2, timeout_s=5.0))
     config.checkpoint = ConfigDict(dict(every=20, keep=2))
     config.eval = ConfigDict(dict(tasks_per_domain=24, num_samples=8))

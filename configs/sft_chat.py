@@ -50,8 +50,17 @@ def get_config(arg: str = "") -> ConfigDict:
         )
     )
     # A step trains on batch_rows rows of row_length tokens, micro_rows of them at a time (0: all at once).
-    config.train = ConfigDict(dict(batch_rows=8, row_length=256, micro_rows=0, remat="full"))
-    config.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1))
+    config.train = ConfigDict(
+        dict(
+            batch_rows=8,
+            row_length=256,
+            micro_rows=0,
+            remat="full",
+            # Mixtures of experts: weight of the load-balancing loss.
+            router_aux_loss_coef=0.0,
+        )
+    )
+    config.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1, expert=1))
     # Steps between two; 0 leaves only the one at the end.
     config.checkpoint = ConfigDict(dict(every=20, keep=2))
     config.eval = ConfigDict(dict(every=20))

@@ -102,12 +102,15 @@ class Completion:
       logprobs: float32[T], nats, under the distribution that was sampled from.
       stop_reason: ``stop`` (a stop id or string), ``length`` (ran out of tokens), ``abort`` or ``error``.
       policy_version: the weights that sampled it.
+      experts: int16[S + T, L, k], of a mixture of experts whose routing is recorded: the experts that each layer sent
+        the tokens of prompt and response to, -1 for those that never went through the model (the last sampled one).
     """
 
     tokens: np.ndarray
     logprobs: np.ndarray
     stop_reason: StopReason
     policy_version: int
+    experts: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,6 +139,7 @@ class Trajectory:
       sample_index: which of the group's samples this is.
       text: the response as text (of all turns, joined), as the verifiers saw it.
       error: what the outside world did wrong, or None.
+      experts: int16[T, L, k], as of ``Completion``; for the update alone, a store does not keep it.
     """
 
     tokens: np.ndarray
@@ -148,6 +152,7 @@ class Trajectory:
     sample_index: int = 0
     text: str = ""
     error: str | None = None
+    experts: np.ndarray | None = None
 
     @property
     def scored(self) -> bool:
@@ -200,6 +205,8 @@ class TrainBatch:
       sample_ids: int32[B, T], index of the token's trajectory in the batch, -1 for prompts and padding.
       loss_mask: float32[B, T], 1 where the token is trained on.
       advantages, behavior_logprobs, ref_logprobs: float32[B, T]; 0 where loss_mask is 0.
+      experts: int16[B, T, L, k], the experts that each layer sent the token to while sampling, -1 where that is not
+        known; None when nothing is replayed.
     """
 
     tokens: jax.Array
@@ -212,6 +219,7 @@ class TrainBatch:
     advantages: jax.Array
     behavior_logprobs: jax.Array
     ref_logprobs: jax.Array
+    experts: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass

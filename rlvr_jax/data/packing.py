@@ -29,6 +29,7 @@ class _Branch:
     logprobs: np.ndarray  # float32[Tr]
     advantage: float
     sample_id: int
+    experts: np.ndarray | None  # int16[Tp + Tr, L, k]
 
     @property
     def size(self) -> int:
@@ -81,7 +82,7 @@ def pack_groups(
     Returns:
       A TrainBatch of NumPy arrays [rows, length]; ``sample_ids`` count the trajectories of all groups in order, those
       left out included, so that they index ``np.concatenate(advantages)``. ``ref_logprobs`` are 0, for the trainer to
-      fill.
+      fill. ``experts`` are there when a trajectory has some.
 
     Raises:
       ValueError: a trajectory is longer than ``length``, has no prompt, or has a log-probability or an advantage that
@@ -111,6 +112,9 @@ def pack_groups(
         "behavior_logprobs": np.zeros(shape, np.float32),
         "ref_logprobs": np.zeros(shape, np.float32),
     }
+    recorded = [b.experts for t in trees for b in t.branches if b.experts is not None]
+    if recorded:
+        arrays["experts"] = np.full((*shape, *recorded[0].shape[1:]), -1, np.int16)
     for row, members in enumerate(placed):
         views = {name: array[row] for name, array in arrays.items()}
         _write_row(views, [trees[index] for index in members], share_prompt)
@@ -219,6 +223,7 @@ def _branch(
         logprobs=np.asarray(logprobs, np.float32),
         advantage=advantage,
         sample_id=sample_id,
+        experts=None if trajectory.experts is None else trajectory.experts[:end],
     )
 
 
@@ -257,7 +262,7 @@ def _write_row(row: dict[str, np.ndarray], trees: Sequence[_Tree], share_prompt:
     shared: list[tuple[_Tree, int, int]] = []  # with its prompt's segment and end
     for tree in trees:
         segment += 1
-        column = _write_prompt(row, tree.prompt, column, segment)
+        column = _write_prompt(row, tree.branches[0], column, segment)
         if share_prompt:
             shared.append((tree, segment, column))
         else:
@@ -268,8 +273,9 @@ def _write_row(row: dict[str, np.ndarray], trees: Sequence[_Tree], share_prompt:
             column = _write_branch(row, branch, column, segment, prompt_segment, prompt_end)
 
 
-def _write_prompt(row: dict[str, np.ndarray], prompt: np.ndarray, column: int, segment: int) -> int:
+def _write_prompt(row: dict[str, np.ndarray], branch: _Branch, column: int, segment: int) -> int:
     """Returns the next free column."""
+    prompt = branch.prompt
     end = column + len(prompt)
     span = slice(column, end)
     row["tokens"][span] = prompt
@@ -277,6 +283,8 @@ def _write_prompt(row: dict[str, np.ndarray], prompt: np.ndarray, column: int, s
     row["segment_ids"][span] = segment
     row["parents"][span] = np.arange(column - 1, end - 1)
     row["parents"][column] = -1
+    if branch.experts is not None:
+        row["experts"][span] = branch.experts[: len(prompt)]
     return end
 
 
@@ -301,4 +309,6 @@ def _write_branch(
     row["loss_mask"][span] = branch.response_mask
     row["advantages"][span] = np.where(branch.response_mask, branch.advantage, 0.0)
     row["behavior_logprobs"][span] = branch.logprobs
+    if branch.experts is not None:
+        row["experts"][span] = branch.experts[prompt_size:]
     return end

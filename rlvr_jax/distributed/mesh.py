@@ -1,4 +1,8 @@
-"""The mesh: which devices, in which shape. Axes ``data`` (replicas), ``fsdp`` (sharded replicas), ``tensor``."""
+"""The mesh: which devices, in which shape.
+
+Axes ``data`` (replicas), ``fsdp`` (sharded replicas), ``expert`` (of a mixture: the experts are divided over it) and
+``tensor`` (every product is divided over it).
+"""
 
 from __future__ import annotations
 
@@ -7,27 +11,29 @@ from collections.abc import Sequence
 
 import jax
 
-MESH_AXES = ("data", "fsdp", "tensor")
+MESH_AXES = ("data", "fsdp", "expert", "tensor")  # neighbours last: they exchange most
+ROW_AXES = ("data", "fsdp", "expert")  # over which the rows of a batch are spread
 
 
 def make_mesh(
     data: int = -1,
     fsdp: int = 1,
     tensor: int = 1,
+    expert: int = 1,
     *,
     devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
 ) -> jax.sharding.Mesh:
     """Arranges the devices of all processes.
 
     Args:
-      data, fsdp, tensor: sizes of the axes; at most one is -1 and takes what is left.
+      data, fsdp, tensor, expert: sizes of the axes; at most one is -1 and takes what is left.
       devices: all of ``jax.devices()`` by default.
 
     Raises:
       ValueError: when the sizes do not multiply to the number of devices.
     """
     devices = list(jax.devices() if devices is None else devices)
-    sizes = [data, fsdp, tensor]
+    sizes = [data, fsdp, expert, tensor]
     asked = dict(zip(MESH_AXES, sizes, strict=True))
     known = math.prod(size for size in sizes if size != -1)
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
@@ -50,4 +56,4 @@ def make_mesh(
 
 def num_row_shards(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> int:
     """Over how many shards the rows of a batch are spread; batch sizes must be multiples of it."""
-    return mesh.shape["data"] * mesh.shape["fsdp"]
+    return math.prod(mesh.shape[axis] for axis in ROW_AXES)

@@ -10,16 +10,23 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from rlvr_jax.distributed.mesh import ROW_AXES, num_row_shards
+
+# Rows lie on the expert axis too: outside of the experts its devices would all compute the same. And what is not an
+# expert's lies there as on fsdp, since it would be there as many times otherwise.
 RULES: dict[str, str | tuple[str, ...] | None] = {
-    "rows": ("data", "fsdp"),
+    "rows": ROW_AXES,
     "vocab": "tensor",
-    "embed": "fsdp",
+    "embed": ("fsdp", "expert"),
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
+    "experts": "expert",
+    "expert_embed": "fsdp",
     "layers": None,
 }
 
@@ -34,7 +41,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def row_sharding(mesh: Mesh) -> NamedSharding:
-    """Of every array of a batch: rows spread over data and fsdp."""
+    """Of every array of a batch: rows spread over data, fsdp and expert."""
     return NamedSharding(mesh, spec("rows"))
 
 
@@ -55,11 +62,9 @@ def per_row_shard(function: Callable[..., Any], axes: tuple[str | None, ...]) ->
       axes: the logical axes of ``shared``.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    row_axes = RULES["rows"]
-    assert isinstance(row_axes, tuple)
-    if mesh.empty or all(mesh.shape[axis] == 1 for axis in row_axes):
+    if mesh.empty or num_row_shards(mesh) == 1:
         return function
-    spread = [axis if axis in row_axes else None for axis in spec(*axes)]
+    spread = [axis if set(np.atleast_1d(axis)) <= set(ROW_AXES) else None for axis in spec(*axes)]
 
     def of_shard(shared: jax.Array, *rows: Any) -> Any:
         for dimension, axis in enumerate(spread):
@@ -72,11 +77,44 @@ def per_row_shard(function: Callable[..., Any], axes: tuple[str | None, ...]) ->
             of_shard,
             in_specs=(P(*spread), *[spec("rows")] * len(rows)),
             out_specs=spec("rows"),
-            axis_names=set(row_axes),
+            axis_names=set(ROW_AXES),
             check_vma=False,
         )(shared, *rows)
 
     return mapped
+
+
+def axis_size(axis: str) -> int:
+    """Of an axis of the mesh in force; 1 when there is none."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else mesh.shape[axis]
+
+
+def per_device(
+    function: Callable[..., Any], *, arguments: tuple[Any, ...], results: Any
+) -> Callable[..., Any]:
+    """``function`` run by every device on its own part, under the mesh in force; as it is when there is one device.
+
+    Args:
+      function: of arrays; it exchanges what it needs over mesh axes by name (``axis_size`` says which there are).
+      arguments: for each, its logical axes, or a tree of them; ``()`` for what every device holds whole. Where a
+        device has more of an argument than that, it is gathered, and its gradient added up.
+      results: the same of what is returned; it must be equal on devices that are in none of its axes.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return function
+
+    def specs(tree: Any) -> Any:
+        return jax.tree.map(lambda axes: spec(*axes), tree, is_leaf=_is_axes)
+
+    return jax.shard_map(
+        function, in_specs=specs(arguments), out_specs=specs(results), check_vma=False
+    )
+
+
+def _is_axes(node: Any) -> bool:
+    return isinstance(node, tuple) and all(axis is None or isinstance(axis, str) for axis in node)
 
 
 def tree_paths(tree: Any) -> dict[str, Any]:
@@ -105,7 +143,7 @@ def param_shardings(mesh: Mesh, params: Any, axes: Mapping[str, tuple[str | None
             if size % shards:
                 raise ValueError(
                     f"{name}: axis {axis!r} of size {size} must be divisible by mesh axis "
-                    f"{'x'.join(names)} ({shards}); change config.mesh"
+                    f"{'x'.join(n for n in names if mesh.shape[n] > 1)} ({shards}); change config.mesh"
                 )
         return NamedSharding(mesh, spec(*axes[name]))
 

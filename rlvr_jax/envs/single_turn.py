@@ -162,4 +162,5 @@ def make_trajectory(
         policy_version=(completion.policy_version, completion.policy_version),
         sample_index=index,
         text=text,
+        experts=completion.experts,
     )

@@ -61,12 +61,14 @@ PARAM_AXES: dict[str, tuple[str | None, ...]] = {
     "layers/mlp/up_bias": ("layers", "mlp"),
     "layers/mlp/down_bias": ("layers", None),
     "layers/experts/router": ("layers", "embed", None),
-    "layers/experts/gate": ("layers", None, "embed", "mlp"),
-    "layers/experts/up": ("layers", None, "embed", "mlp"),
-    "layers/experts/down": ("layers", None, "mlp", "embed"),
+    "layers/experts/gate": ("layers", "experts", "expert_embed", "mlp"),
+    "layers/experts/up": ("layers", "experts", "expert_embed", "mlp"),
+    "layers/experts/down": ("layers", "experts", "mlp", "expert_embed"),
     "final_norm/scale": (None,),
     "head/kernel": ("embed", "vocab"),
 }
+
+GATHERED = ("embed", "expert_embed")  # axes of parameters that are whole where they are used
 
 # By default XLA keeps bf16 intermediates in float32 where it likes, which differs from program to program: 3e-2 nats
 # between sampler and trainer.
@@ -146,10 +148,14 @@ class Decoder(nnx.Module):
         caches: Any = None,
         *,
         replayed: jax.Array | None = None,
+        observe: Callable[[Routing], Any] = lambda routing: routing,
         dtype: Any = jnp.float32,
         remat: str = "none",
-    ) -> tuple[jax.Array, Any, Routing | None]:
-        """As a call, and where the tokens of each layer went; ``replayed`` (int32[L, N, k]) sends them there again."""
+    ) -> tuple[jax.Array, Any, Any]:
+        """As a call, and what ``observe`` makes of each layer's routing, stacked; None without experts.
+
+        ``replayed``, int[L, N, k], is where the tokens shall go instead: see ``Experts``.
+        """
         chex.assert_rank([tokens, positions], 1)
         of_layer, all_alike = self._rules(positions)
         graphdef, stacked = nnx.split(self.layers)
@@ -159,15 +165,15 @@ class Decoder(nnx.Module):
             rope, rule = of_layer(0 if index is None else index)
             layer = nnx.merge(graphdef, state)
             x, cache, routing = layer(x, rope, attend, rule, cache, experts)
-            return x, (cache, routing)
+            return x, (cache, None if routing is None else observe(routing))
 
         if remat != "none":
             body = jax.checkpoint(body, policy=REMAT_POLICIES[remat], prevent_cse=False)
         index = None if all_alike else jnp.arange(self.config.num_layers)
-        x, (caches, routing) = jax.lax.scan(
+        x, (caches, observed) = jax.lax.scan(
             body, self._embedded(tokens, dtype), (stacked, caches, index, replayed)
         )
-        return self.final_norm(x), caches, routing
+        return self.final_norm(x), caches, observed
 
     def unrolled(
         self,
@@ -178,16 +184,17 @@ class Decoder(nnx.Module):
         caches: Sequence[Any],
         *,
         dtype: Any = jnp.float32,
-    ) -> tuple[jax.Array, list[Any]]:
-        """The same maths with ``layers`` from ``unstack``, one after another, for decoding."""
+    ) -> tuple[jax.Array, list[Any], list[Routing | None]]:
+        """The maths of ``routed`` with ``layers`` from ``unstack``, one after another, for decoding."""
         of_layer, _ = self._rules(positions)
         x = self._embedded(tokens, dtype)
-        new_caches = []
+        new_caches, routings = [], []
         for index, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
             rope, rule = of_layer(index)
-            x, cache, _ = layer(x, rope, attend, rule, cache)
+            x, cache, routing = layer(x, rope, attend, rule, cache)
             new_caches.append(cache)
-        return self.final_norm(x), new_caches
+            routings.append(routing)
+        return self.final_norm(x), new_caches, routings
 
     def _embedded(self, tokens: jax.Array, dtype: Any) -> jax.Array:
         x = self.embed.embedding[...][tokens].astype(dtype)  # its gradient adds up in float32
@@ -224,14 +231,15 @@ class Decoder(nnx.Module):
         return of_layer, len(tables) == 1 and len(set(windows)) == 1
 
     def unstack(self, dtype: Any) -> list[Layer]:
-        """The layers one by one, kernels cast to ``dtype`` and gathered over fsdp: one copy, made once a program."""
+        """The layers one by one, kernels cast to ``dtype`` and gathered (but for experts and the tensor axis): one
+        copy, made once a program."""
         graphdef, state = nnx.split(self.layers)
         stacked = nnx.to_pure_dict(state)
 
         def pick(path: Any, param: jax.Array, index: int) -> jax.Array:
             axes = PARAM_AXES["/".join(["layers", *(str(key.key) for key in path)])][1:]
             kernel = param[index] if param.ndim == 2 else param[index].astype(dtype)
-            return constrain(kernel, *(None if axis == "embed" else axis for axis in axes))
+            return constrain(kernel, *(None if axis in GATHERED else axis for axis in axes))
 
         return [
             nnx.merge(
@@ -254,8 +262,8 @@ class Decoder(nnx.Module):
         return PARAM_AXES["embed/embedding" if self.config.tie_embeddings else "head/kernel"]
 
     def gathered_head(self) -> jax.Array:
-        """``head_kernel`` gathered over fsdp, for a loop that uses it many times."""
-        axes = (None if axis == "embed" else axis for axis in self.head_axes)
+        """``head_kernel`` gathered, for a loop that uses it many times."""
+        axes = (None if axis in GATHERED else axis for axis in self.head_axes)
         return constrain(self.head_kernel, *axes)
 
     def logits(self, hidden: jax.Array, kernel: jax.Array | None = None) -> jax.Array:

@@ -17,6 +17,7 @@ from rlvr_jax.distributed.sharding import per_row_shard
 from rlvr_jax.models.attention import MASKED
 from rlvr_jax.models.config import ModelConfig
 from rlvr_jax.models.decoder import Decoder, Params, attend_rows, bind
+from rlvr_jax.models.moe import Load, expert_load
 from rlvr_jax.types import SamplingParams, TrainBatch
 
 LEAST_CHUNK = (
@@ -106,18 +107,54 @@ def batch_logprobs(
     dtype: Any = jnp.float32,
     remat: str = "none",
 ) -> tuple[jax.Array, jax.Array]:
-    """(logprobs, entropy), float32[B, T], nats, of every trained token of a batch; see ``target_logprobs``."""
-    model = bind(config, params)
-    hidden, _ = model(
-        batch.tokens.reshape(-1),
-        batch.positions.reshape(-1),
-        attend_rows(batch.segment_ids, batch.prefix_ids, bounds.prefix_width),
+    """(logprobs, entropy), float32[B, T], nats, of every trained token of a batch; see ``target_logprobs``.
+
+    Routers choose for themselves, whatever ``batch.experts`` says: so does a reference, which is what it is without the
+    policy.
+    """
+    logprobs, entropy, _ = replayed_logprobs(
+        config,
+        params,
+        dataclasses.replace(batch, experts=None),
+        transform=transform,
+        bounds=bounds,
         dtype=dtype,
         remat=remat,
     )
-    return target_logprobs(
+    return logprobs, entropy
+
+
+def replayed_logprobs(
+    config: ModelConfig,
+    params: Params,
+    batch: TrainBatch,
+    *,
+    transform: LogitTransform,
+    bounds: RowBounds,
+    dtype: Any = jnp.float32,
+    remat: str = "none",
+) -> tuple[jax.Array, jax.Array, Load | None]:
+    """``batch_logprobs`` of the policy that sampled the batch, and the load of its experts over the trained tokens.
+
+    Tokens go to the experts that ``batch.experts`` remembers. Without experts there is no load.
+    """
+    model = bind(config, params)
+    replayed = None
+    if batch.experts is not None:
+        replayed = jnp.moveaxis(batch.experts.reshape(-1, *batch.experts.shape[2:]), 1, 0)
+    hidden, _, load = model.routed(
+        batch.tokens.reshape(-1),
+        batch.positions.reshape(-1),
+        attend_rows(batch.segment_ids, batch.prefix_ids, bounds.prefix_width),
+        replayed=replayed,
+        observe=lambda routing: expert_load(routing, batch.loss_mask.reshape(-1) > 0),
+        dtype=dtype,
+        remat=remat,
+    )
+    logprobs, entropy = target_logprobs(
         model, hidden, batch, transform=transform, num_targets=bounds.num_targets
     )
+    return logprobs, entropy, load
 
 
 def target_logprobs(

@@ -68,8 +68,8 @@ def estimate_checked(
     shards = mesh["data"] * mesh["fsdp"]
     if config.train.micro_rows % shards:
         raise ValueError(
-            f"train.micro_rows ({config.train.micro_rows}) must be divisible by the data and fsdp axes ({shards}); "
-            "change config.train.micro_rows or config.mesh"
+            f"train.micro_rows ({config.train.micro_rows}) must be divisible by the data, fsdp and expert axes "
+            f"({shards}); change config.train.micro_rows or config.mesh"
         )
     work = measure_work(config, prompt_tokens=prompt_tokens, num_shards=shards, on_cpu=False)
     params, opt_state = _state(model, tuple(mesh.items()))

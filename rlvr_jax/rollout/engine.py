@@ -40,10 +40,14 @@ class Engine:
     Args:
       config: of the decoder.
       params: its parameters, on ``mesh``.
-      mesh: rows are spread over its ``data`` and ``fsdp`` axes.
+      mesh: rows are spread over all of its axes but ``tensor``.
       dtype: of activations and cache; the trainer's, or log-probabilities differ.
       max_rows: samples decoded together; more prompts than fit are done one batch after another.
       decode: ids to text, needed for stop strings only.
+      record_experts: of a mixture of experts, keep where its tokens went in ``Completion.experts``.
+
+    Raises:
+      ValueError: ``record_experts`` of a model without experts.
     """
 
     def __init__(
@@ -56,14 +60,21 @@ class Engine:
         max_rows: int = 256,
         decode: Callable[[Sequence[int]], str] | None = None,
         policy_version: int = 0,
+        record_experts: bool = False,
     ) -> None:
+        if record_experts and not config.num_experts:
+            raise ValueError(
+                "record_experts is on and the model has no experts; expected a mixture of experts"
+            )
         self.config, self.mesh, self.max_rows = config, mesh, max_rows
         self._decode = decode
         rows: Any = row_sharding(mesh)
         self._generate = jax.jit(
-            functools.partial(generate, config=config, dtype=jnp.dtype(dtype)),
+            functools.partial(
+                generate, config=config, dtype=jnp.dtype(dtype), record_experts=record_experts
+            ),
             static_argnames=("num_samples", "max_tokens", "transform", "stop_token_ids"),
-            out_shardings=Rollout(rows, rows, rows, rows),
+            out_shardings=rows,
             compiler_options=compiler_options(mesh),
         )
         self.load_params(params, policy_version=policy_version)
@@ -105,7 +116,10 @@ class Engine:
         found: list[list[Completion]] = []
         for rollout, count in pending:  # the device works on the next one meanwhile
             arrays = fetch(rollout)
-            found.extend(self._completions(arrays, index, params) for index in range(count))
+            lengths = [len(prompt) for prompt in prompts[len(found) : len(found) + count]]
+            found.extend(
+                self._completions(arrays, row, length, params) for row, length in enumerate(lengths)
+            )
         return found
 
     def _prompts_per_call(self, num_samples: int) -> int:
@@ -153,25 +167,34 @@ class Engine:
             )
         return rollout, len(prompts)
 
-    def _completions(self, rollout: Rollout, row: int, params: SamplingParams) -> list[Completion]:
+    def _completions(
+        self, rollout: Rollout, row: int, prompt_length: int, params: SamplingParams
+    ) -> list[Completion]:
         completions = []
-        for tokens, logprobs, length, stopped in zip(
-            rollout.tokens[row],
-            rollout.logprobs[row],
-            rollout.lengths[row],
-            rollout.stopped[row],
-            strict=True,
+        for sample, (tokens, logprobs, length, stopped) in enumerate(
+            zip(
+                rollout.tokens[row],
+                rollout.logprobs[row],
+                rollout.lengths[row],
+                rollout.stopped[row],
+                strict=True,
+            )
         ):
             end, stopped = int(length), bool(stopped)
             if params.stop:
                 cut = self._end_of_stop_string(tokens[:end], params.stop)
                 end, stopped = (cut, True) if cut is not None else (end, stopped)
+            experts = None
+            if rollout.experts is not None and rollout.prompt_experts is not None:
+                of_prompt = np.asarray(rollout.prompt_experts[row, :prompt_length])
+                experts = np.concatenate([of_prompt, rollout.experts[row, sample, :end]])
             completions.append(
                 Completion(
                     tokens=tokens[:end].copy(),
                     logprobs=logprobs[:end].copy(),
                     stop_reason="stop" if stopped else "length",
                     policy_version=self.policy_version,
+                    experts=experts,
                 )
             )
         return completions

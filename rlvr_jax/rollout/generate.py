@@ -25,13 +25,17 @@ class Rollout(NamedTuple):
     """Samples of one call, as arrays.
 
     tokens: int32[P, G, R], zero past the end; logprobs: float32[P, G, R], nats, zero past the end;
-    lengths: int32[P, G], sampled tokens, the stop id included; stopped: bool[P, G], ended on a stop id.
+    lengths: int32[P, G], sampled tokens, the stop id included; stopped: bool[P, G], ended on a stop id;
+    prompt_experts: int16[P, S, L, k] and experts: int16[P, G, R, L, k], where each layer sent the tokens of prompts and
+    samples, -1 for those that never went through the model; None unless asked for.
     """
 
     tokens: jax.Array
     logprobs: jax.Array
     lengths: jax.Array
     stopped: jax.Array
+    prompt_experts: jax.Array | None = None
+    experts: jax.Array | None = None
 
 
 def generate(
@@ -47,6 +51,7 @@ def generate(
     transform: LogitTransform,
     stop_token_ids: tuple[int, ...],
     dtype: Any = jnp.float32,
+    record_experts: bool = False,
 ) -> Rollout:
     """Samples ``num_samples`` continuations of every prompt.
 
@@ -59,6 +64,7 @@ def generate(
       max_tokens: R, the most tokens a sample may have.
       stop_token_ids: ids that end a sample.
       dtype: of activations and cache.
+      record_experts: return where the tokens of a mixture of experts went.
     """
     P, S = prompts.shape
     G, R = num_samples, key_bucket(max_tokens)
@@ -82,9 +88,17 @@ def generate(
             q, [KeyValues(k, v, rule.near(mask, columns, columns)) for mask in masks]
         ), (k, v)
 
-    hidden, prompt_caches = model(
-        prompts.reshape(-1), columns.reshape(-1), attend_prompt, dtype=dtype
+    hidden, prompt_caches, chosen = model.routed(
+        prompts.reshape(-1),
+        columns.reshape(-1),
+        attend_prompt,
+        observe=lambda routing: routing.experts if record_experts else None,
+        dtype=dtype,
     )
+    prompt_experts = None
+    if record_experts:  # [L, P * S, k]
+        chosen = jnp.moveaxis(chosen, 0, 1).reshape(P, S, config.num_layers, -1)
+        prompt_experts = _kept(chosen, inside > 0)
     last = jnp.maximum(prompt_lengths - 1, 0)
     hidden = jnp.take_along_axis(hidden.reshape(P, S, -1), last[:, None, None], axis=1)[:, 0]
     hidden = constrain(jnp.repeat(hidden, G, axis=0), "rows", None)
@@ -124,8 +138,19 @@ def generate(
 
         last_tokens = jax.lax.dynamic_index_in_dim(carry["tokens"], index - 1, 1, keepdims=False)
         caches = list(zip(prompt_keys, carry["caches"], strict=True))
-        hidden, caches = model.unrolled(layers, last_tokens, at, attend, caches, dtype=dtype)
+        hidden, caches, routings = model.unrolled(
+            layers, last_tokens, at, attend, caches, dtype=dtype
+        )
+        experts = carry["experts"]
+        if record_experts:
+            chosen = jnp.stack(
+                [routing.experts for routing in routings if routing is not None], 1
+            )  # [M, L, k]
+            experts = jax.lax.dynamic_update_slice_in_dim(
+                experts, _kept(chosen, ~carry["done"])[:, None], index - 1, 1
+            )
         tokens, logprobs = next_tokens(hidden, index)
+        carry = carry | {"experts": experts}
         return _record(carry, tokens, logprobs, is_stop(tokens), caches)
 
     tokens, logprobs = next_tokens(hidden, jnp.int32(0))
@@ -137,6 +162,9 @@ def generate(
         "done": lengths == 0,
         "stopped": jnp.zeros((M,), bool),
         "caches": [(empty, empty)] * config.num_layers,
+        "experts": jnp.full((M, R, config.num_layers, config.experts_per_token), -1, jnp.int16)
+        if record_experts
+        else None,
     }
     carry = _record(start, tokens, logprobs, is_stop(tokens), start["caches"])
     carry = jax.lax.while_loop(lambda c: (c["index"] < max_tokens) & ~c["done"].all(), step, carry)
@@ -145,7 +173,16 @@ def generate(
         logprobs=carry["logprobs"].reshape(P, G, R)[:, :, :max_tokens],
         lengths=carry["lengths"].reshape(P, G),
         stopped=carry["stopped"].reshape(P, G),
+        prompt_experts=prompt_experts,
+        experts=carry["experts"].reshape(P, G, R, config.num_layers, -1)[:, :, :max_tokens]
+        if record_experts
+        else None,
     )
+
+
+def _kept(experts: jax.Array, real: jax.Array) -> jax.Array:
+    """int16[..., L, k]: the experts of real tokens, -1 for the others."""
+    return jnp.where(real[..., None, None], experts, -1).astype(jnp.int16)
 
 
 def _record(
@@ -166,4 +203,5 @@ def _record(
         "done": carry["done"] | stop,
         "stopped": carry["stopped"] | (stop & live),
         "caches": caches,
+        "experts": carry["experts"],
     }

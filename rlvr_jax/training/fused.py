@@ -91,6 +91,14 @@ def lay_out(prompts: jax.Array, prompt_lengths: jax.Array, rollout: Rollout) -> 
             constant_values=fill,
         )
 
+    experts = None
+    if (
+        rollout.experts is not None and rollout.prompt_experts is not None
+    ):  # -1 where there is no token
+        of_samples = rollout.experts.reshape(P, G * R, *rollout.experts.shape[3:])
+        experts = jnp.concatenate([rollout.prompt_experts, of_samples], 1)
+        experts = jnp.pad(experts, ((0, 0), (0, T - S - G * R), (0, 0), (0, 0)), constant_values=-1)
+
     rows = jnp.arange(P, dtype=jnp.int32)[:, None, None]
     zero = jnp.zeros((P, T), jnp.float32)
     return TrainBatch(
@@ -104,6 +112,7 @@ def lay_out(prompts: jax.Array, prompt_lengths: jax.Array, rollout: Rollout) -> 
         advantages=zero,
         behavior_logprobs=row(0.0, rollout.logprobs),
         ref_logprobs=zero,
+        experts=experts,
     )
 
 
@@ -144,7 +153,7 @@ def check_divides(num_tasks: int, num_shards: int) -> None:
     """Raises ConfigError when the rows of the program, one a task, do not divide over the mesh."""
     if num_tasks % num_shards:
         raise ConfigError(
-            f"tasks.tasks_per_step ({num_tasks}) must be divisible by the data and fsdp axes of the mesh "
+            f"tasks.tasks_per_step ({num_tasks}) must be divisible by the data, fsdp and expert axes of the mesh "
             f"({num_shards}) in the fused schedule; change config.tasks.tasks_per_step or config.mesh"
         )
 
@@ -383,6 +392,7 @@ def make_fused_step(
     group_size: int,
     overlong_buffer: int,
     mask_truncated: bool,
+    record_experts: bool,
     deadline_s: float,
 ) -> FusedStep:
     """Jits the program; it compiles once a shape.
@@ -390,6 +400,7 @@ def make_fused_step(
     Args:
       overlong_buffer: tokens before ``params.max_tokens`` from which a response loses score; 0 for none.
       mask_truncated: do not train on responses that ran out of tokens.
+      record_experts: train with the experts that tokens went to while sampling.
       deadline_s: for the verdicts of one shard of the rows.
     """
     mesh, config, model = learner.mesh, learner.config, learner.model
@@ -427,6 +438,7 @@ def make_fused_step(
             transform=config.transform,
             stop_token_ids=tuple(params.stop_token_ids),
             dtype=jnp.dtype(config.dtype),
+            record_experts=record_experts,
         )
 
         rollout = sized(rollout, rows=own)
@@ -462,7 +474,7 @@ def make_fused_step(
             bounds=bounds,
             num_samples=scores.size,
         )
-        return state, metrics, rollout
+        return state, metrics, rollout._replace(prompt_experts=None, experts=None)
 
     return FusedStep(
         learner=learner,

@@ -45,6 +45,7 @@ from rlvr_jax.text.chat import ChatTemplate
 from rlvr_jax.training.fused import check_divides, groups_with_signal, make_fused_step
 from rlvr_jax.training.policy import load_pretrained
 from rlvr_jax.training.report import read_summary, write_report
+from rlvr_jax.training.router import check_router
 from rlvr_jax.training.shared_judge import SharedJudge, deadline_s
 from rlvr_jax.training.state import (
     OptimizerConfig,
@@ -89,6 +90,8 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
     check_settings(config, num_row_shards(mesh))
     pretrained = load_pretrained(config.model, mesh=mesh)
     model, tokenizer, chat = pretrained.config, pretrained.tokenizer, pretrained.chat
+    check_router(model, "algorithm.router_aux_loss_coef", config.algorithm.router_aux_loss_coef)
+    check_router(model, "rollout.router_replay", config.rollout.router_replay)
     updates_per_step = config.train.num_epochs * config.train.num_minibatches
     optimizer_config = OptimizerConfig(
         num_steps=config.num_steps * updates_per_step, **config.optimizer
@@ -167,6 +170,7 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
             max_rows=config.rollout.max_rows,
             decode=tokenizer.decode,
             policy_version=first_step,
+            record_experts=config.rollout.router_replay,
         )
         judge = DomainJudge(pool)
         # Of a verdict, with as long again for restarting the worker.
@@ -189,6 +193,7 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
             group_size=group_size,
             overlong_buffer=config.algorithm.overlong_buffer,
             mask_truncated=config.algorithm.mask_truncated,
+            record_experts=config.rollout.router_replay,
             deadline_s=deadline_s(tasks_per_step * group_size, verdict_s),
         )
 
@@ -386,6 +391,7 @@ def step_config(config: ConfigDict, sampling: SamplingParams) -> StepConfig:
         use_reference=uses_reference(config),
         adv_estimator=config.algorithm.adv_estimator,
         kl_in_reward=config.algorithm.use_kl_in_reward,
+        router_aux_loss_coef=config.algorithm.router_aux_loss_coef,
     )
 
 

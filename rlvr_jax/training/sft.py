@@ -35,9 +35,16 @@ from rlvr_jax.errors import ConfigError
 from rlvr_jax.metrics import MetricsLogger
 from rlvr_jax.models.config import ModelConfig
 from rlvr_jax.models.decoder import REMAT_POLICIES, Params, compiler_options
-from rlvr_jax.models.policy_head import LogitTransform, RowBounds, batch_logprobs
+from rlvr_jax.models.moe import Load
+from rlvr_jax.models.policy_head import LogitTransform, RowBounds, replayed_logprobs
 from rlvr_jax.models.weights import save_weights
 from rlvr_jax.training.policy import load_pretrained
+from rlvr_jax.training.router import (
+    add_router_loss,
+    check_router,
+    router_metrics,
+    whole_load,
+)
 from rlvr_jax.training.state import (
     OptimizerConfig,
     abstract_state,
@@ -51,8 +58,8 @@ from rlvr_jax.training.workdir import open_workdir, preempted
 from rlvr_jax.types import TrainBatch, TrainState
 
 SAVE_DEADLINE_S = 4 * 3600.0  # for process 0 to write the model, while the others wait
-# (params, batch [B, T]) -> float32[B, T], nats, 0 where nothing is trained
-Loss = Callable[[Params, TrainBatch], jax.Array]
+# (params, batch [B, T]) -> (float32[B, T], nats, 0 where nothing is trained; the load of the experts, if there are any)
+Loss = Callable[[Params, TrainBatch], tuple[jax.Array, Load | None]]
 
 COLUMNS = {
     "loss": "loss",
@@ -93,6 +100,7 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
     optimizer = make_optimizer(optimizer_config)
     shardings = state_shardings(model, optimizer, mesh)
     _check_settings(config, model, num_row_shards(mesh))
+    check_router(model, "train.router_aux_loss_coef", config.train.router_aux_loss_coef)
     _check_row_shards(mesh)
 
     # What it learns from, and what it is judged on.
@@ -122,7 +130,13 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
         negative_log_likelihood, model=model, dtype=config.dtype, remat=config.train.remat
     )
     train_step = jax.jit(
-        functools.partial(update, loss=loss, optimizer=optimizer),
+        functools.partial(
+            update,
+            loss=loss,
+            optimizer=optimizer,
+            router_aux_loss_coef=config.train.router_aux_loss_coef,
+            experts_per_token=model.experts_per_token,
+        ),
         donate_argnums=0,
         out_shardings=(shardings, replicated(mesh)),
         compiler_options=compiler_options(mesh, backward=True),
@@ -244,9 +258,12 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
 
 def negative_log_likelihood(
     params: Params, batch: TrainBatch, *, model: ModelConfig, dtype: str, remat: str
-) -> jax.Array:
-    """-log p(token | what precedes it in its conversation): float32[B, T], nats, 0 where ``loss_mask`` is 0."""
-    logprobs, _ = batch_logprobs(
+) -> tuple[jax.Array, Load | None]:
+    """-log p(token | what precedes it in its conversation): float32[B, T], nats, 0 where ``loss_mask`` is 0.
+
+    And the load of the experts over the trained tokens; None without experts.
+    """
+    logprobs, _, load = replayed_logprobs(
         model,
         params,
         batch,
@@ -255,11 +272,17 @@ def negative_log_likelihood(
         dtype=jnp.dtype(dtype),
         remat=remat,
     )
-    return -logprobs
+    return -logprobs, load
 
 
 def update(
-    state: TrainState, pieces: TrainBatch, *, loss: Loss, optimizer: optax.GradientTransformation
+    state: TrainState,
+    pieces: TrainBatch,
+    *,
+    loss: Loss,
+    optimizer: optax.GradientTransformation,
+    router_aux_loss_coef: float = 0.0,
+    experts_per_token: int = 0,
 ) -> tuple[TrainState, Metrics]:
     """One optimizer step on ``sum(loss) / number of trained tokens``, both over the whole batch.
 
@@ -270,31 +293,38 @@ def update(
       pieces: arrays [A, B, T]: A micro-batches of B rows.
       loss: of every trained token.
       optimizer: optax.
+      router_aux_loss_coef: of the load-balancing loss of a mixture of experts, which is added.
+      experts_per_token: of that mixture.
 
     Returns:
       (new state, metrics: float32[] each).
     """
+    coef, k = router_aux_loss_coef, experts_per_token
     weights = loss_weights(
         pieces.loss_mask, pieces.sample_ids, mode="token-mean", num_samples=pieces.tokens.size
     )
 
     def loss_fn(params: Params, piece: tuple[TrainBatch, jax.Array]) -> tuple[jax.Array, Metrics]:
         batch, batch_weights = piece
-        mean = jnp.sum(batch_weights * loss(params, batch))
-        return mean, {"loss": mean}
+        nats, load = loss(params, batch)
+        mean = jnp.sum(batch_weights * nats)
+        metrics = {"loss": mean}
+        return add_router_loss(mean, metrics, load, coef=coef, experts_per_token=k, whole=whole)
 
-    return gradient_step(
+    whole = whole_load(lambda piece: loss(state.params, piece)[1], pieces, coef=coef)
+    state, metrics = gradient_step(
         state,
         (pieces, weights),
         loss_fn=loss_fn,
         optimizer=optimizer,
         trains=jnp.sum(weights) > 0,
     )
+    return state, router_metrics(metrics, experts_per_token=k)
 
 
 def sum_and_count(params: Params, pieces: TrainBatch, *, loss: Loss) -> jax.Array:
     """float32[2]: the summed loss of a batch [A, B, T], and its number of trained tokens."""
-    total = jnp.sum(jax.lax.map(lambda piece: jnp.sum(loss(params, piece)), pieces))
+    total = jnp.sum(jax.lax.map(lambda piece: jnp.sum(loss(params, piece)[0]), pieces))
     return jnp.stack([total, jnp.sum(pieces.loss_mask > 0).astype(jnp.float32)])
 
 
@@ -340,7 +370,7 @@ def _check_row_shards(mesh: jax.sharding.Mesh) -> None:
         raise ConfigError(
             f"a process has {len(mesh.local_devices)} of the devices of mesh {dict(mesh.shape)}, and with them {own} "
             f"of {rows} shards of a batch's rows; expected {rows} / {jax.process_count()} processes, so that none is "
-            "read twice: give config.mesh a data or fsdp axis that is a multiple of the number of processes"
+            "read twice: give config.mesh a data, fsdp or expert axis that is a multiple of the number of processes"
         )
 
 
@@ -357,8 +387,9 @@ def _check_settings(config: ConfigDict, model: ModelConfig, num_shards: int) -> 
         )
     if micro_rows % num_shards:
         raise ConfigError(
-            f"train.micro_rows ({micro_rows}; all of train.batch_rows when 0) must be divisible by the data and fsdp "
-            f"axes of the mesh ({num_shards}); change config.train.micro_rows, config.train.batch_rows or config.mesh"
+            f"train.micro_rows ({micro_rows}; all of train.batch_rows when 0) must be divisible by the data, fsdp and "
+            f"expert axes of the mesh ({num_shards}); change config.train.micro_rows, config.train.batch_rows or "
+            "config.mesh"
         )
     if length > model.max_length:
         raise ConfigError(

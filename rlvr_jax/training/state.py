@@ -102,12 +102,18 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
 
 
 def check_mesh(config: ModelConfig, mesh: jax.sharding.Mesh) -> None:
-    """Raises ValueError when the tensor axis would cut a head in two."""
+    """Raises ValueError when the tensor axis would cut a head in two, or there are no experts for theirs."""
     tensor = mesh.shape["tensor"]
     if config.num_kv_heads % tensor:
         raise ValueError(
             f"num_kv_heads ({config.num_kv_heads}) must be divisible by the tensor axis ({tensor}); "
             "change config.mesh.tensor"
+        )
+    expert = mesh.shape["expert"]
+    if expert > 1 and not config.num_experts:
+        raise ValueError(
+            f"the expert axis of the mesh is {expert} and the model has no experts; expected 1: "
+            "change config.mesh.expert, the fsdp axis does for all other weights what it does for experts"
         )
 
 

@@ -33,7 +33,14 @@ from rlvr_jax.distributed.sharding import replicated, row_sharding
 from rlvr_jax.models.attention import key_bucket
 from rlvr_jax.models.config import ModelConfig
 from rlvr_jax.models.decoder import REMAT_POLICIES, Params, compiler_options
-from rlvr_jax.models.policy_head import LogitTransform, RowBounds, batch_logprobs
+from rlvr_jax.models.moe import Load
+from rlvr_jax.models.policy_head import (
+    LogitTransform,
+    RowBounds,
+    batch_logprobs,
+    replayed_logprobs,
+)
+from rlvr_jax.training.router import add_router_loss, router_metrics, whole_load
 from rlvr_jax.types import TrainBatch, TrainState
 
 Metrics = dict[str, jax.Array]
@@ -53,6 +60,7 @@ class StepConfig:
       use_reference: whether batches carry a frozen reference's log-probabilities.
       adv_estimator: how scores become advantages.
       kl_in_reward: take the KL to the reference off the score, before advantages are made.
+      router_aux_loss_coef: of the load-balancing loss of a mixture of experts.
     """
 
     objective: ObjectiveConfig
@@ -63,6 +71,7 @@ class StepConfig:
     use_reference: bool = True
     adv_estimator: str = "grpo"
     kl_in_reward: bool = False
+    router_aux_loss_coef: float = 0.0
 
     def __post_init__(self) -> None:
         if self.remat not in REMAT_POLICIES:
@@ -104,10 +113,10 @@ def update(
       ValueError: the rows are not a multiple of ``config.micro_rows``.
     """
     weights, token_weights = batch_weights(batch, config.objective, num_samples=num_samples)
+    coef, k = config.router_aux_loss_coef, model.experts_per_token
 
-    def loss_fn(params: Params, piece: Any) -> tuple[jax.Array, Metrics]:
-        micro, micro_weights, micro_token_weights = piece
-        logprobs, entropy = batch_logprobs(
+    def score(params: Params, micro: TrainBatch) -> tuple[jax.Array, jax.Array, Load | None]:
+        return replayed_logprobs(
             model,
             params,
             micro,
@@ -116,7 +125,11 @@ def update(
             dtype=jnp.dtype(config.dtype),
             remat=config.remat,
         )
-        return rl_objective(
+
+    def loss_fn(params: Params, piece: Any) -> tuple[jax.Array, Metrics]:
+        micro, micro_weights, micro_token_weights = piece
+        logprobs, entropy, load = score(params, micro)
+        loss, metrics = rl_objective(
             logprobs,
             entropy,
             micro,
@@ -125,6 +138,7 @@ def update(
             config.objective,
             has_reference=config.use_reference,
         )
+        return add_router_loss(loss, metrics, load, coef=coef, experts_per_token=k, whole=whole)
 
     rows = batch.tokens.shape[0]
     micro_rows = min(config.micro_rows or rows, rows)
@@ -137,9 +151,11 @@ def update(
         functools.partial(_split_rows, micro_rows=micro_rows, num_shards=num_shards),
         (batch, weights, token_weights),
     )
-    return gradient_step(
+    whole = whole_load(lambda piece: score(state.params, piece[0])[2], pieces, coef=coef)
+    state, metrics = gradient_step(
         state, pieces, loss_fn=loss_fn, optimizer=optimizer, trains=token_weights.sum() > 0
     )
+    return state, router_metrics(metrics, experts_per_token=k)
 
 
 def gradient_step(
@@ -389,7 +405,7 @@ def make_learner(
     shards = num_row_shards(mesh)
     if config.micro_rows % shards:
         raise ValueError(
-            f"train.micro_rows ({config.micro_rows}) must be divisible by the data and fsdp axes ({shards}); "
+            f"train.micro_rows ({config.micro_rows}) must be divisible by the data, fsdp and expert axes ({shards}); "
             "change config.train.micro_rows or config.mesh"
         )
     rows = row_sharding(mesh)

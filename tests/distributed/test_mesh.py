@@ -9,18 +9,19 @@ from rlvr_jax.distributed.mesh import make_mesh, num_row_shards
 @pytest.mark.parametrize(
     ("sizes", "shape"),
     [
-        ((), (8, 1, 1)),
-        ((2, 2, 2), (2, 2, 2)),
-        ((2, -1, 2), (2, 2, 2)),
-        ((1, 1, -1), (1, 1, 8)),
-        ((-1, 8, 1), (1, 8, 1)),
+        ((), (8, 1, 1, 1)),
+        ((2, 2, 2), (2, 2, 1, 2)),
+        ((2, -1, 2), (2, 2, 1, 2)),
+        ((1, 1, -1), (1, 1, 1, 8)),
+        ((-1, 8, 1), (1, 8, 1, 1)),
+        ((1, 2, 2, -1), (1, 2, 2, 2)),
     ],
 )
 def test_minus_one_takes_what_is_left(sizes, shape):
     mesh = make_mesh(*sizes)
     assert tuple(mesh.shape.values()) == shape
-    assert mesh.axis_names == ("data", "fsdp", "tensor")
-    assert num_row_shards(mesh) == shape[0] * shape[1]
+    assert mesh.axis_names == ("data", "fsdp", "expert", "tensor")
+    assert num_row_shards(mesh) == shape[0] * shape[1] * shape[2]
     assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
     assert sorted(device.id for device in mesh.devices.flat) == list(range(8))
 

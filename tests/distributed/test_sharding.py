@@ -24,11 +24,11 @@ PARAMS = {"a": {"kernel": jnp.zeros((4, 6))}, "b": {"scale": jnp.zeros((5,))}}
 
 
 def test_logical_axes_become_mesh_axes():
-    assert spec("rows", None, "heads") == P(("data", "fsdp"), None, "tensor")
+    assert spec("rows", None, "heads") == P(("data", "fsdp", "expert"), None, "tensor")
     with pytest.raises(KeyError):
         spec("no such axis")
     mesh = make_mesh(2, 2, 2)
-    assert row_sharding(mesh).spec == P(("data", "fsdp"))
+    assert row_sharding(mesh).spec == P(("data", "fsdp", "expert"))
     assert replicated(mesh).is_fully_replicated
     used = {axis for axes in RULES.values() if axes for axis in np.atleast_1d(axes)}
     assert used == set(mesh.axis_names)
@@ -37,7 +37,7 @@ def test_logical_axes_become_mesh_axes():
 def test_parameters_are_cut_by_their_axes():
     shardings = param_shardings(make_mesh(2, 2, 2), PARAMS, AXES)
     assert tree_paths(shardings).keys() == AXES.keys()
-    assert shardings["a"]["kernel"].spec == P("fsdp", "tensor")
+    assert shardings["a"]["kernel"].spec == P(("fsdp", "expert"), "tensor")
     assert shardings["a"]["kernel"].shard_shape((4, 6)) == (2, 3)
     assert shardings["b"]["scale"].is_fully_replicated
 
@@ -46,6 +46,7 @@ def test_parameters_are_cut_by_their_axes():
     ("sizes", "message"),
     [
         ((1, 8, 1), r"a/kernel: axis 'embed' of size 4 must be divisible by mesh axis fsdp \(8\)"),
+        ((1, 2, 1, 4), r"a/kernel: axis 'embed' of size 4 must be .* axis fsdpxexpert \(8\)"),
         ((2, 1, 4), r"a/kernel: axis 'mlp' of size 6 must be divisible by mesh axis tensor \(4\)"),
     ],
 )

@@ -84,14 +84,14 @@ def test_scanned_and_unrolled_layers_compute_the_same(tiny_config, params):
     def unrolled(params):
         model = bind(tiny_config, params)
         attend = attend_rows(batch.segment_ids, batch.prefix_ids)
-        hidden, caches = model.unrolled(
+        hidden, caches, routings = model.unrolled(
             model.unstack(jnp.float32),
             jnp.asarray(batch.tokens.reshape(-1)),
             jnp.asarray(batch.positions.reshape(-1)),
             attend,
             [None] * tiny_config.num_layers,
         )
-        assert caches == [None] * tiny_config.num_layers
+        assert caches == routings == [None] * tiny_config.num_layers
         return hidden.reshape(*batch.tokens.shape, -1)
 
     scanned = hidden_of_batch(params, tiny_config, batch)

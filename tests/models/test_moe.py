@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from rlvr_jax.distributed.mesh import make_mesh
-from rlvr_jax.distributed.sharding import param_shardings, row_sharding
+from rlvr_jax.distributed.sharding import param_shardings
+from rlvr_jax.models import moe
 from rlvr_jax.models.config import ModelConfig
-from rlvr_jax.models.decoder import PARAM_AXES, attend_rows, bind, init_params
-from rlvr_jax.models.moe import Routing, load_balancing_loss
+from rlvr_jax.models.decoder import PARAM_AXES, abstract_params, attend_rows, bind, init_params
+from rlvr_jax.models.moe import Load, Routing, expert_load, load_balancing_loss
 
 CONFIG = ModelConfig(
     vocab_size=64,
@@ -117,24 +118,61 @@ def test_replayed_experts_are_used_though_the_router_has_changed(params: Any) ->
     )
     _, own_choice = routed(changed)
     assert np.mean(np.asarray(own_choice.experts != routing.experts)) > 0.3
+    # -1 leaves a token to its router.
+    some = routing.experts.at[:, ::2].set(-1)
+    _, mixed = routed(changed, some)
+    np.testing.assert_array_equal(mixed.experts[:, 1::2], routing.experts[:, 1::2])
+    np.testing.assert_array_equal(mixed.experts[0, ::2], own_choice.experts[0, ::2])
     replayed, kept = routed(changed, routing.experts)
     np.testing.assert_array_equal(kept.experts, routing.experts)
     assert np.abs(np.asarray(replayed - hidden)).max() > 1e-3  # the weights are the new router's
+
+
+def loads(routing: Routing, counted: jax.Array) -> Load:
+    """Of stacked layers."""
+    return jax.vmap(functools.partial(expert_load, counted=counted))(routing)
+
+
+def balance(routing: Routing, counted: jax.Array) -> jax.Array:
+    return load_balancing_loss(loads(routing, counted), experts_per_token=routing.experts.shape[-1])
 
 
 def test_the_load_balancing_loss_of_an_even_load_is_k() -> None:
     L, N, E, k = 2, 6, 3, 2
     experts = jnp.array([[n % E, (n + 1) % E] for n in range(N)])[None].repeat(L, 0)
     even = Routing(experts, jnp.full((L, N, E), 1 / E))
-    assert load_balancing_loss(even, jnp.ones(N, bool)) == pytest.approx(k)
+    assert balance(even, jnp.ones(N, bool)) == pytest.approx(k)
     probs = jnp.broadcast_to(jnp.array([0.6, 0.3, 0.1]), (L, N, E))
     uneven = Routing(jnp.broadcast_to(jnp.array([0, 1]), (L, N, k)), probs)
-    assert load_balancing_loss(uneven, jnp.ones(N, bool)) == pytest.approx(3 * 0.9)
+    assert balance(uneven, jnp.ones(N, bool)) == pytest.approx(3 * 0.9)
     # Padding does not count.
     counted = jnp.arange(N) < 3
     noisy = Routing(uneven.experts.at[:, 3:].set(2), uneven.probs.at[:, 3:].set(jnp.nan))
-    noisy = Routing(noisy.experts, jnp.where(counted[None, :, None], noisy.probs, 0.5))
-    assert load_balancing_loss(noisy, counted) == pytest.approx(3 * 0.9)
+    assert balance(noisy, counted) == pytest.approx(3 * 0.9)
+    assert balance(noisy, 0 * counted) == 0  # nothing to train on, no NaN
+
+
+def test_the_load_balancing_losses_of_the_parts_of_a_batch_add_up_with_their_gradients() -> None:
+    L, N, E, k = 2, 9, 4, 2
+    counted = jnp.arange(N) != 4
+
+    def load(logits: jax.Array, counted: jax.Array) -> Load:
+        probs = jax.nn.softmax(logits)
+        return loads(Routing(jax.lax.top_k(probs, k)[1], probs), counted)
+
+    def in_parts(logits: jax.Array) -> jax.Array:
+        whole = load(logits, counted)
+        cuts = [load(logits[:, part], counted[part]) for part in (slice(0, 3), slice(3, N))]
+        parts = [load_balancing_loss(cut, experts_per_token=k, whole=whole) for cut in cuts]
+        return jnp.sum(jnp.stack(parts))
+
+    logits = jax.random.normal(jax.random.key(0), (L, N, E))
+    at_once = jax.value_and_grad(
+        lambda logits: load_balancing_loss(load(logits, counted), experts_per_token=k)
+    )
+    for got, expected in zip(jax.value_and_grad(in_parts)(logits), at_once(logits), strict=True):
+        assert np.abs(expected).max() > 1e-3
+        np.testing.assert_allclose(got, expected, atol=1e-6)
 
 
 def test_the_load_balancing_loss_is_that_of_transformers() -> None:
@@ -151,28 +189,91 @@ def test_the_load_balancing_loss_is_that_of_transformers() -> None:
     )
     probs = jax.nn.softmax(jnp.asarray(logits))
     routing = Routing(jax.lax.top_k(probs, k)[1], probs)
-    got = load_balancing_loss(routing, jnp.asarray(mask.reshape(-1) > 0))
+    got = balance(routing, jnp.asarray(mask.reshape(-1) > 0))
     assert float(got) == pytest.approx(float(expected), rel=1e-5)
 
 
-@pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 2, "tensor": 2}])
-def test_on_a_mesh_outputs_and_gradients_are_those_of_one_device(
-    params: Any, axes: dict[str, int]
-) -> None:
+EIGHT = dataclasses.replace(CONFIG, num_experts=8)
+
+
+@functools.cache
+def on_one_device() -> Any:
+    """(parameters, the loss, its gradient, experts) without a mesh."""
+    params = init_params(EIGHT, jax.random.key(0))
+    params["embed"]["embedding"] *= 20
+    return params, *jax.jit(gradient_step)(params)
+
+
+def gradient_step(params: Any) -> Any:
     tokens, positions, segments = tokens_and_segments()
 
-    def loss(params: Any, tokens: jax.Array) -> jax.Array:
-        attend = attend_rows(segments, 0 * segments)
-        model = bind(CONFIG, params)
-        hidden, _ = model(tokens.reshape(-1), positions.reshape(-1), attend)
-        return jnp.mean(jnp.square(model.logits(hidden)))
+    def loss(params: Any) -> Any:
+        model = bind(EIGHT, params)
+        hidden, _, routing = model.routed(
+            tokens.reshape(-1),
+            positions.reshape(-1),
+            attend_rows(segments, 0 * segments),
+            remat="full",
+        )
+        return jnp.mean(jnp.square(model.logits(hidden))), routing.experts
 
-    step = jax.jit(jax.value_and_grad(loss))
-    expected, gradient = step(params, tokens)
+    (value, experts), gradient = jax.value_and_grad(loss, has_aux=True)(params)
+    return value, gradient, experts
+
+
+@pytest.mark.parametrize(
+    ("axes", "at_once"),
+    [
+        ({"data": 2, "fsdp": 2, "tensor": 2}, True),
+        ({"data": 1, "expert": 8}, True),
+        ({"data": 2, "expert": 4}, False),
+        ({"data": 1, "fsdp": 2, "expert": 2, "tensor": 2}, True),
+        pytest.param({"data": 1, "expert": 8}, False, marks=pytest.mark.slow),
+        pytest.param({"data": 2, "expert": 2, "tensor": 2}, False, marks=pytest.mark.slow),
+        pytest.param({"data": 1, "fsdp": 4, "expert": 2}, True, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_on_a_mesh_outputs_and_gradients_are_those_of_one_device(
+    axes: Any, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not at_once:
+        monkeypatch.setattr(moe, "TOKENS_AT_ONCE", 1)
+    params, value, gradient, experts = on_one_device()
     mesh = make_mesh(**axes)
     placed = jax.device_put(params, param_shardings(mesh, params, PARAM_AXES))
+    gate = placed["layers"]["experts"]["gate"]
+    assert gate.sharding.shard_shape(gate.shape)[1] == 8 // axes.get("expert", 1)
     with jax.set_mesh(mesh):
-        got, got_gradient = step(placed, jax.device_put(tokens, row_sharding(mesh)))
-    np.testing.assert_allclose(got, expected, rtol=1e-5)
+        # A function of its own, since what is at once is no argument of it.
+        step = jax.jit(lambda params: gradient_step(params))
+        got, got_gradient, got_experts = step(placed)
+    np.testing.assert_array_equal(got_experts, experts)
+    np.testing.assert_allclose(got, value, rtol=1e-5)
     for a, b in zip(jax.tree.leaves(got_gradient), jax.tree.leaves(gradient), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5 * max(float(np.abs(b).max()), 1e-3))
+
+
+def test_all_tokens_of_a_batch_may_go_to_the_experts_of_one_device() -> None:
+    """No capacity: what would be dropped under an uneven load is not."""
+    params = init_params(EIGHT, jax.random.key(0))
+    x = jax.random.normal(jax.random.key(2), (32, CONFIG.embed_dim))
+    replayed = jnp.broadcast_to(jnp.array([6, 7]), (32, 2))
+
+    def experts(x: jax.Array) -> jax.Array:
+        layer = bind(EIGHT, params).unstack(jnp.float32)[0]
+        return layer.experts(x, replayed)[0]
+
+    expected = jax.jit(experts)(x)
+    with jax.set_mesh(make_mesh(data=2, expert=4)):
+        np.testing.assert_allclose(jax.jit(experts)(x), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("count", [5, 12])
+def test_experts_that_do_not_divide_over_their_axis_are_refused_with_the_numbers(
+    count: int,
+) -> None:
+    params = abstract_params(dataclasses.replace(CONFIG, num_experts=count))
+    expected = rf"axis 'experts' of size {count} must be divisible by mesh axis expert \(8\)"
+    with pytest.raises(ValueError, match=expected):
+        param_shardings(make_mesh(data=1, expert=8), params, PARAM_AXES)

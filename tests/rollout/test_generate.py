@@ -72,7 +72,7 @@ def test_a_prompt_is_computed_once_and_its_cache_is_shared_by_its_samples(
     """16 samples of 2 prompts of 48 tokens: 96 tokens of prefill, 32 a decode step, no copy of the prompts' keys."""
     P, G, S = 2, 16, 48
     scanned, unrolled = [], []
-    forward, decode = Decoder.__call__, Decoder.unrolled
+    forward, decode = Decoder.routed, Decoder.unrolled
 
     def spy_forward(self, tokens, *args, **kwargs):
         scanned.append(tokens.shape)
@@ -82,7 +82,7 @@ def test_a_prompt_is_computed_once_and_its_cache_is_shared_by_its_samples(
         unrolled.append(tokens.shape)
         return decode(self, layers, tokens, *args, **kwargs)
 
-    monkeypatch.setattr(Decoder, "__call__", spy_forward)
+    monkeypatch.setattr(Decoder, "routed", spy_forward)
     monkeypatch.setattr(Decoder, "unrolled", spy_decode)
     program = functools.partial(
         generate,

@@ -163,6 +163,7 @@ def make_program(mesh, deadline_s=5.0, **settings):
         params=sampling,
         group_size=config.rollout.group_size,
         overlong_buffer=config.algorithm.overlong_buffer,
+        record_experts=False,
         mask_truncated=config.algorithm.mask_truncated,
         deadline_s=deadline_s,
     )
