@@ -38,4 +38,5 @@ def get_config(arg: str = "") -> ConfigDict:
     config.train.row_length = 2320  # a prompt and an answer
     config.train.micro_rows = 512
     config.mesh.tensor = 8
+    config.mesh.expert = 32
     return config

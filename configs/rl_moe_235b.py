@@ -37,4 +37,5 @@ def get_config(arg: str = "") -> ConfigDict:
     config.train.row_length = 2320  # a prompt and an answer
     config.train.micro_rows = 128
     config.mesh.tensor = 4
+    config.mesh.expert = 16
     return config

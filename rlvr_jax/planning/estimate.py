@@ -14,6 +14,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from ml_collections import ConfigDict
 
+from rlvr_jax.distributed.mesh import MESH_AXES, ROW_AXES
 from rlvr_jax.models.config import ModelConfig
 from rlvr_jax.models.decoder import abstract_params
 from rlvr_jax.planning import formulas
@@ -57,7 +58,7 @@ def estimate(
     Raises:
       ConfigError, ValueError: what the trainer itself would refuse.
     """
-    check_settings(config, mesh["data"] * mesh["fsdp"])
+    check_settings(config, _row_shards(mesh))
     return estimate_checked(config, model, mesh, prompt_tokens=prompt_tokens)
 
 
@@ -65,7 +66,8 @@ def estimate_checked(
     config: ConfigDict, model: ModelConfig, mesh: dict[str, int], *, prompt_tokens: int
 ) -> dict[str, Phase]:
     """``estimate`` of settings that work together; raises ValueError where something does not divide over the mesh."""
-    shards = mesh["data"] * mesh["fsdp"]
+    mesh = {axis: mesh.get(axis, 1) for axis in MESH_AXES}
+    shards = _row_shards(mesh)
     if config.train.micro_rows % shards:
         raise ValueError(
             f"train.micro_rows ({config.train.micro_rows}) must be divisible by the data, fsdp and expert axes "
@@ -80,6 +82,7 @@ def estimate_checked(
         policy=local_bytes(params),
         state=local_bytes((params, opt_state)),
         layer=_gathered(params["layers"], mesh) / model.num_layers,
+        experts=_gathered(params["layers"].get("experts", {}), mesh) / model.num_layers,
         head=_gathered(outer, mesh),
         layers=model.num_layers,
         width=2 if config.dtype == "bfloat16" else 4,
@@ -111,16 +114,20 @@ def estimate_checked(
     }
 
 
+def _row_shards(mesh: dict[str, int]) -> int:
+    return math.prod(mesh.get(axis, 1) for axis in ROW_AXES)
+
+
 def _gathered(params: Any, mesh: dict[str, int]) -> float:
-    """Float32 bytes on one device once the fsdp axis is gathered."""
+    """Float32 bytes on one device once what lies on the fsdp axis is gathered."""
     total = 0.0
     for leaf in jax.tree.leaves(params):
         axes = [
             a
             for part in leaf.sharding.spec
-            if part
+            if part and "fsdp" not in part
             for a in ((part,) if isinstance(part, str) else part)
         ]
-        kept = math.prod(mesh[axis] for axis in axes if axis != "fsdp")
+        kept = math.prod(mesh[axis] for axis in axes)
         total += 4 * math.prod(leaf.shape) / kept
     return total

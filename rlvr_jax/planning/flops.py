@@ -21,13 +21,15 @@ from rlvr_jax.models.decoder import abstract_params
 from rlvr_jax.planning.work import Work
 
 
-def matmul_flops(jaxpr: Any, *, while_trips: int = 1) -> float:
+def matmul_flops(jaxpr: Any, *, while_trips: int = 1, expert_axis: int = 1) -> float:
     """FLOPs of all matrix products of a jaxpr, 2 per multiply-add, over all devices.
 
     Args:
       jaxpr: as of ``jax.jit(f).trace(...).jaxpr``.
       while_trips: how often loops run whose count is not in the program (the decode loop ends early if all samples
         do).
+      expert_axis: devices that a program's experts are divided over; each sees the tokens of all of them, and multiplies
+        those of its own experts: on average, their share.
     """
     total = 0.0
     for equation in jaxpr.eqns:
@@ -38,19 +40,21 @@ def matmul_flops(jaxpr: Any, *, while_trips: int = 1) -> float:
         elif name == "ragged_dot_general":
             numbers = params["ragged_dot_dimension_numbers"]
             (_, rhs_contract), (_, rhs_batch) = numbers.dot_dimension_numbers
-            total += _product_flops(
-                equation, {*rhs_contract, *rhs_batch, *numbers.rhs_group_dimensions}
-            )
+            used = {*rhs_contract, *rhs_batch, *numbers.rhs_group_dimensions}
+            total += _product_flops(equation, used) / expert_axis
         elif name == "cond":
             total += max(
-                matmul_flops(branch.jaxpr, while_trips=while_trips) for branch in params["branches"]
+                matmul_flops(branch.jaxpr, while_trips=while_trips, expert_axis=expert_axis)
+                for branch in params["branches"]
             )
         else:
             times = {"scan": params.get("length", 1), "while": while_trips}.get(name, 1)
             if name == "shard_map":  # its jaxpr is that of one device
                 times = params["mesh"].size
+                expert_axis = params["mesh"].shape["expert"]
             total += times * sum(
-                matmul_flops(inner, while_trips=while_trips) for inner in _inner(params)
+                matmul_flops(inner, while_trips=while_trips, expert_axis=expert_axis)
+                for inner in _inner(params)
             )
     return total
 

@@ -13,6 +13,7 @@ import jax
 
 from rlvr_jax.models.attention import key_bucket
 from rlvr_jax.models.config import ModelConfig
+from rlvr_jax.models.moe import TOKENS_AT_ONCE
 from rlvr_jax.planning.measure import Memory, Phase
 from rlvr_jax.planning.traffic import Collective
 from rlvr_jax.planning.work import Work
@@ -27,6 +28,7 @@ class Sizes:
     Attributes:
       policy, state: parameters, and the whole train state.
       layer, head: parameters of one layer, and of embedding and head, gathered over fsdp; float32.
+      experts: the part of ``layer`` that is experts.
       layers: how many.
       width: of activations, bytes a number.
       rows, length, keys: of a micro-batch; tokens of its rows, and keys that each of them is compared with.
@@ -36,6 +38,7 @@ class Sizes:
     policy: int
     state: int
     layer: float
+    experts: float
     head: float
     layers: int
     width: int
@@ -59,13 +62,15 @@ def rollout(
     a_key = 2 * model.num_layers * model.num_kv_heads * model.head_dim * sizes.width / tensor
     caches = P * (S + work.group_size * R) * a_key
     weights = sizes.layers * sizes.layer * sizes.width / 4
-    gathers = mesh["fsdp"] > 1
+    gathers = mesh["fsdp"] * mesh["expert"] > 1
     scores = P * model.num_heads / tensor * S**2 * 4
     steps = work.max_tokens
     found = _gathers(sizes, mesh, times=1, width=sizes.width) if gathers else []
     if tensor > 1:
         rows = P * work.group_size * model.embed_dim * 4
         found.append(("all-reduce", rows, 2.0 * sizes.layers * steps, tensor))
+    found += _exchanges(model, sizes, mesh, P * work.group_size, steps)
+    found += _exchanges(model, sizes, mesh, P * S, 1)
     return Phase(
         memory=_memory(
             arguments=sizes.policy + 4 * P * (S + 2) + 4,
@@ -74,7 +79,8 @@ def rollout(
             temporaries=weights * (1 + gathers)
             + 1.3 * gathers * model.vocab_size * model.embed_dim / tensor * 4
             + 1.4 * caches
-            + 4 * scores,
+            + 4 * scores
+            + _experts_work(model, sizes, mesh, P * S),
         ),
         bytes=steps * (weights + sizes.head / 2 + caches) + 4 * scores * sizes.layers,
         collectives=_collectives(found),
@@ -87,13 +93,17 @@ def scoring(model: ModelConfig, work: Work, sizes: Sizes, mesh: dict[str, int], 
     """One forward pass over all rows of a minibatch at once."""
     scores, hidden, _, logits = _working_set(model, sizes, mesh, rows)
     found = _gathers(sizes, mesh, times=1, width=sizes.width) + _sums(model, sizes, mesh, rows, 2)
+    found += _exchanges(model, sizes, mesh, rows * sizes.length, 1)
     batch = _batch_bytes(work, rows)
     return Phase(
         memory=_memory(
             arguments=sizes.policy + batch,
             outputs=batch,
             aliased=0,
-            temporaries=2.05 * scores + 1.1 * hidden + 2.5 * logits,
+            temporaries=2.05 * scores
+            + 1.1 * hidden
+            + 2.5 * logits
+            + _experts_work(model, sizes, mesh, rows * sizes.length),
         ),
         bytes=sizes.layers * (sizes.layer + 4 * scores + 12 * hidden) + 2 * sizes.head,
         collectives=_collectives(found),
@@ -119,11 +129,16 @@ def update(
     # The backward pass is in the head first, then in one layer after the other, with the head's gradient beside it.
     in_head = 1.05 * sizes.head + 2.5 * logits
     in_layer = (2.0 if remat == "none" else 4.1) * scores + hidden + 0.5 * (heads + sizes.head)
+    in_layer += 2 * _experts_work(model, sizes, mesh, sizes.tokens)
     passes = sizes.pieces * (3 if remat == "full" else 2)
     found = _gathers(sizes, mesh, times=passes, width=4)
+    layers, copies = float(sizes.pieces * sizes.layers), mesh["fsdp"] * mesh["data"]
     found += [
-        ("all-reduce", sizes.layer, float(sizes.pieces * sizes.layers), mesh["fsdp"] * mesh["data"])
+        ("all-reduce", sizes.layer - sizes.experts, layers, copies * mesh["expert"]),
+        ("all-reduce", sizes.experts, layers, copies),
     ]
+    # There and back in the forward pass, its recomputation and the backward pass.
+    found += _exchanges(model, sizes, mesh, sizes.tokens, passes)
     found += _sums(model, sizes, mesh, sizes.rows, 6 * sizes.pieces)
     batch = _batch_bytes(work, all_rows)
     return Phase(
@@ -170,6 +185,15 @@ def _mlp_dim(model: ModelConfig) -> int:
     return model.mlp_dim * max(1, model.experts_per_token)
 
 
+def _experts_work(model: ModelConfig, sizes: Sizes, mesh: dict[str, int], tokens: int) -> float:
+    """Bytes of the rows that a device's experts see, before and after, and inside, for so many tokens a device."""
+    if not model.num_experts:
+        return 0.0
+    rows = tokens * model.experts_per_token * (mesh["expert"] if tokens <= TOKENS_AT_ONCE else 1)
+    inner = 3 * model.mlp_dim / mesh["tensor"] * (4 + sizes.width)
+    return rows * (model.embed_dim * (4 + sizes.width) + inner)
+
+
 def _batch_bytes(work: Work, rows: int) -> int:
     """Bytes of a minibatch on one device."""
     return sum(4 * rows * leaf.shape[1] for leaf in jax.tree.leaves(work.batch))
@@ -179,11 +203,24 @@ Found = list[tuple[str, float, float, int]]  # kind, bytes, count, group size
 
 
 def _gathers(sizes: Sizes, mesh: dict[str, int], *, times: int, width: int) -> Found:
-    """Of the weights over fsdp: the layers one by one, embedding and head."""
-    fsdp = mesh["fsdp"]
+    """Of the weights: the layers one by one, embedding and head. Experts lie on fsdp only, the rest on expert too."""
+    fsdp, layers = mesh["fsdp"], float(times * sizes.layers)
     return [
-        ("all-gather", sizes.layer * width / 4, float(times * sizes.layers), fsdp),
-        ("all-gather", sizes.head * width / 4, float(times), fsdp),
+        ("all-gather", (sizes.layer - sizes.experts) * width / 4, layers, fsdp * mesh["expert"]),
+        ("all-gather", sizes.experts * width / 4, layers, fsdp),
+        ("all-gather", sizes.head * width / 4, float(times), fsdp * mesh["expert"]),
+    ]
+
+
+def _exchanges(
+    model: ModelConfig, sizes: Sizes, mesh: dict[str, int], tokens: int, times: int
+) -> Found:
+    """Of so many tokens a device over the expert axis: shown to all, their sums sent back in float32."""
+    expert, count = mesh["expert"], float(times * sizes.layers)
+    everyones = tokens * expert * model.embed_dim
+    return [
+        ("all-gather", everyones * sizes.width, count, expert),
+        ("reduce-scatter", everyones * 4.0, count, expert),
     ]
 
 
@@ -198,7 +235,7 @@ def _collectives(found: Found) -> tuple[Collective, ...]:
     return tuple(
         Collective(kind=kind, bytes=round(size), count=count, group_size=group, span=group)
         for kind, size, count, group in found
-        if group > 1
+        if group > 1 and size
     )
 
 

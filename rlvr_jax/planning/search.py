@@ -8,11 +8,13 @@ shortest step is proposed.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
 
+from rlvr_jax.distributed.mesh import ROW_AXES
 from rlvr_jax.models.config import ModelConfig
 from rlvr_jax.planning.chips import CHIPS
 from rlvr_jax.planning.estimate import estimate_checked
@@ -42,7 +44,7 @@ def better_settings(
     """
     room = USABLE * MARGIN * CHIPS[chip].memory_bytes
     best: tuple[float, dict[str, Any]] | None = None
-    for overrides in _candidates(config, mesh):
+    for overrides in _candidates(config, model, mesh):
         try:
             phases = _estimate(config, model, mesh, overrides, prompt_tokens)
         except ValueError:
@@ -98,14 +100,17 @@ def _flat(config: ConfigDict, mesh: Mapping[str, int]) -> dict[str, Any]:
     }
 
 
-def _candidates(config: ConfigDict, mesh: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+def _candidates(
+    config: ConfigDict, model: ModelConfig, mesh: Mapping[str, int]
+) -> Iterator[dict[str, Any]]:
     num_devices = 1
     for size in mesh.values():
         num_devices *= size
     samples = config.tasks.tasks_per_step * config.rollout.group_size
-    for sizes in factorisations(num_devices, len(mesh)):
-        axes = dict(zip(mesh, sizes, strict=True))
-        shards = axes["data"] * axes["fsdp"]
+    names = [axis for axis in mesh if axis != "expert" or model.num_experts]
+    for sizes in factorisations(num_devices, len(names)):
+        axes = {axis: 1 for axis in mesh} | dict(zip(names, sizes, strict=True))
+        shards = math.prod(axes.get(axis, 1) for axis in ROW_AXES)
         if axes["data"] > 1 and axes["fsdp"] > 1:
             continue  # replicas of shards: never less memory, seldom faster
         per_shard = [1, 2, 4, 8, 16]
