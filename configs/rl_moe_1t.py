@@ -4,7 +4,7 @@
     rlvr train --config configs/rl_moe_1t.py:tiny --workdir runs/tiny           # random weights, under a minute
 
 No model of this shape is published: 61 layers of 384 experts, of which a token meets 8 (32 B parameters).
-docs/planning.md has the plan, and what it says against a run today.
+docs/planning.md has the plan.
 """
 
 from __future__ import annotations

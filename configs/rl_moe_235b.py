@@ -3,7 +3,7 @@
     rlvr plan --config configs/rl_moe_235b.py --topology v5p:8x8x8
     rlvr train --config configs/rl_moe_235b.py:tiny --workdir runs/tiny         # random weights, under a minute
 
-docs/planning.md has the plan, and what it says against a run today.
+docs/planning.md has the plan.
 """
 
 from __future__ import annotations

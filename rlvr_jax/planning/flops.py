@@ -28,8 +28,8 @@ def matmul_flops(jaxpr: Any, *, while_trips: int = 1, expert_axis: int = 1) -> f
       jaxpr: as of ``jax.jit(f).trace(...).jaxpr``.
       while_trips: how often loops run whose count is not in the program (the decode loop ends early if all samples
         do).
-      expert_axis: devices that a program's experts are divided over; each sees the tokens of all of them, and multiplies
-        those of its own experts: on average, their share.
+      expert_axis: devices that a program's experts are divided over; each sees the tokens of all, and multiplies those
+        of its own experts: on average, their share.
     """
     total = 0.0
     for equation in jaxpr.eqns:

@@ -78,7 +78,10 @@ def test_the_tiny_quickstart_runs_and_shows_what_it_came_to(tmp_path, capsys, on
         ("--config.rollout.group_size=1", "a group of 1 has no baseline"),
         ("--config.rollout.max_tokens=3000", "past the model's context of 2048: lower"),
         ("--config.mesh.data=3", "change config.mesh"),
-        ("--config.train.micro_rows=3", "(3) must be divisible by the data and fsdp axes (8)"),
+        (
+            "--config.train.micro_rows=3",
+            "(3) must be divisible by the data, fsdp and expert axes (8)",
+        ),
         ("--config.num_steps=many", "num_steps"),
     ],
 )
@@ -109,7 +112,7 @@ def test_tasks_that_do_not_divide_over_the_mesh_are_refused(capsys, tmp_path, mo
     monkeypatch.setattr(rl, "make_mesh", make_mesh)
     flags = [TOY, f"--workdir={tmp_path}", "--config.tasks.tasks_per_step=6"]
     line = refusal(capsys, *flags, "--config.schedule=fused")
-    assert "tasks.tasks_per_step (6) must be divisible by the data and fsdp axes" in line
+    assert "tasks.tasks_per_step (6) must be divisible by the data, fsdp and expert axes" in line
     assert "change config.tasks.tasks_per_step or config.mesh" in line
 
 

@@ -22,6 +22,9 @@ from rlvr_jax.models.config import ModelConfig
 from rlvr_jax.models.decoder import attend_rows, bind, init_params
 from rlvr_jax.models.policy_head import LogitTransform
 from rlvr_jax.rollout.engine import Engine
+from rlvr_jax.rollout.generate import generate
+from rlvr_jax.training import sft
+from rlvr_jax.training.fused import lay_out
 from rlvr_jax.training.router import check_router
 from rlvr_jax.training.state import init_state, state_shardings
 from rlvr_jax.training.step import StepConfig, make_learner
@@ -219,6 +222,62 @@ def test_replay_makes_the_trainer_choose_the_samplers_experts() -> None:
     without_prompts = delta(dataclasses.replace(batch, experts=experts))
     assert replayed < 0.01
     assert free > 0.3 and without_prompts > 0.1
+
+
+def test_the_fused_schedule_lays_out_the_same_experts() -> None:
+    tokens = np.zeros((len(PROMPTS), key_bucket(6)), np.int32)
+    for row, prompt in enumerate(PROMPTS):
+        tokens[row, : len(prompt)] = prompt
+    lengths = np.array([len(prompt) for prompt in PROMPTS], np.int32)
+    program = functools.partial(
+        generate,
+        config=MODEL,
+        num_samples=2,
+        max_tokens=6,
+        transform=LogitTransform.of(SAMPLING),
+        stop_token_ids=(),
+        record_experts=True,
+    )
+    ids = np.arange(len(PROMPTS), dtype=np.uint32)
+    rollout = jax.jit(program)(params(), tokens, lengths, ids, np.uint32(SAMPLING.seed))
+    batch = jax.device_get(lay_out(jnp.asarray(tokens), jnp.asarray(lengths), rollout))
+    for row, completions in enumerate(sampled_on_one_device(SAMPLING)):
+        for g, one in enumerate(completions):
+            branch = batch.sample_ids[row] == 2 * row + g
+            columns = (batch.segment_ids[row] == 1) | branch
+            np.testing.assert_array_equal(batch.tokens[row][branch], one.tokens)
+            np.testing.assert_array_equal(batch.experts[row][columns], one.experts)
+
+
+def test_fine_tuning_balances_the_load_the_same_way_for_any_cut() -> None:
+    batch = dataclasses.replace(batch_of(sampled_on_one_device(SAMPLING)), experts=None)
+    loss = functools.partial(
+        sft.negative_log_likelihood, model=MODEL, dtype="float32", remat="full"
+    )
+    # Rows of fine-tuning continue nothing: each response is a conversation of its own.
+    batch = dataclasses.replace(batch, prefix_ids=0 * batch.prefix_ids)
+
+    def step(num_pieces: int, coef: float) -> Any:
+        with jax.set_mesh(one_device()):
+            state = init_state(MODEL, params(), GRADIENT, one_device(), seed=0)
+            pieces = sft.place_batch(batch, mesh=one_device(), num_pieces=num_pieces)
+            program = functools.partial(
+                sft.update,
+                loss=loss,
+                optimizer=GRADIENT,
+                router_aux_loss_coef=coef,
+                experts_per_token=2,
+            )
+            state, metrics = jax.jit(program)(state, pieces)
+            return jax.device_get((state.params, metrics))
+
+    whole = step(1, 0.3)
+    assert_same_update(step(4, 0.3), whole)
+    without = step(1, 0.0)
+    assert without[1]["loss"] == pytest.approx(whole[1]["loss"])
+    assert without[1]["router/aux_loss"] == pytest.approx(whole[1]["router/aux_loss"])
+    router = [found[0]["layers"]["experts"]["router"] for found in (without, whole)]
+    assert np.abs(router[0] - router[1]).max() > 1e-4
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
