@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -308,11 +309,8 @@ def test_processes_hold_the_rows_of_the_same_global_batch(process_count):
     ]
     assert {len(part) for part in parts} == {len(whole)}
     for step, expected in enumerate(whole):
-        joined = {
-            name: np.concatenate([vars(part[step])[name] for part in parts])
-            for name in vars(expected)
-        }
-        assert_same(TrainBatch(**joined), expected)
+        joined = jax.tree.map(lambda *rows: np.concatenate(rows), *[part[step] for part in parts])
+        assert_same(joined, expected)
 
 
 def test_a_mixture_draws_conversations_in_proportion_and_repeats_the_small_part():
