@@ -60,6 +60,10 @@ def get_config(arg: str = "") -> ConfigDict:
             router_aux_loss_coef=0.0,
         )
     )
+    # With a rank, low-rank adapters beside the kernels whose paths match are trained, and nothing else.
+    config.adapter = ConfigDict(
+        dict(rank=0, alpha=16.0, targets="layers/(attn|mlp)/.*", dora=False)
+    )
     config.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1, expert=1))
     # Steps between two; 0 leaves only the one at the end.
     config.checkpoint = ConfigDict(dict(every=20, keep=2))

@@ -188,8 +188,8 @@ class Checkpointer:
             blobs={b.name: b.read_bytes() for b in (blobs.iterdir() if blobs.exists() else ())},
         )
 
-    def restore_params(self, abstract_params: Any) -> tuple[int, Any] | None:
-        """Loads only ``state.params``: (step, params), or None; otherwise as ``restore`` does."""
+    def restore_params(self, abstract_params: Any) -> tuple[int, Any, dict[str, JSON]] | None:
+        """Loads only ``state.params`` and ``host``: (step, params, host), or None; else as ``restore`` does."""
         if (found := self._select()) is None:
             return None
         step, path, saved = found
@@ -202,7 +202,8 @@ class Checkpointer:
             partial_restore=True,
         )
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-            return step, reader.restore(path / "state", args=args)["params"]
+            params = reader.restore(path / "state", args=args)["params"]
+        return step, params, json.loads((path / "host.json").read_text())
 
     def _path(self, step: int) -> epath.Path:
         return self._directory / f"step_{step}"

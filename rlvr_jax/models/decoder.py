@@ -31,7 +31,14 @@ from rlvr_jax.models.attention import (
 )
 from rlvr_jax.models.config import ModelConfig
 from rlvr_jax.models.layers import Attend, AttentionRule, Layer, RMSNorm
-from rlvr_jax.models.linear import MATMUL, init_kernel, matmul, matmul_by_rows, soft_cap
+from rlvr_jax.models.linear import (
+    MATMUL,
+    AdaptedKernel,
+    init_kernel,
+    matmul,
+    matmul_by_rows,
+    soft_cap,
+)
 from rlvr_jax.models.moe import Routing
 from rlvr_jax.models.rope import Table, layer_tables
 
@@ -232,20 +239,27 @@ class Decoder(nnx.Module):
 
     def unstack(self, dtype: Any) -> list[Layer]:
         """The layers one by one, kernels cast to ``dtype`` and gathered (but for experts and the tensor axis): one
-        copy, made once a program."""
+        copy, made once a program. Adapters are merged into their kernels: they cost decoding nothing."""
         graphdef, state = nnx.split(self.layers)
         stacked = nnx.to_pure_dict(state)
 
-        def pick(path: Any, param: jax.Array, index: int) -> jax.Array:
+        def pick(path: Any, param: jax.Array | AdaptedKernel, index: int) -> jax.Array:
             axes = PARAM_AXES["/".join(["layers", *(str(key.key) for key in path)])][1:]
-            kernel = param[index] if param.ndim == 2 else param[index].astype(dtype)
+            if isinstance(param, AdaptedKernel):
+                kernel = param[index].merged().astype(dtype)
+            else:
+                kernel = param[index] if param.ndim == 2 else param[index].astype(dtype)
             return constrain(kernel, *(None if axis in GATHERED else axis for axis in axes))
 
         return [
             nnx.merge(
                 graphdef,
                 nnx.State(
-                    jax.tree_util.tree_map_with_path(functools.partial(pick, index=index), stacked)
+                    jax.tree_util.tree_map_with_path(
+                        functools.partial(pick, index=index),
+                        stacked,
+                        is_leaf=lambda param: isinstance(param, AdaptedKernel),
+                    )
                 ),
             )
             for index in range(self.config.num_layers)

@@ -34,7 +34,7 @@ class HuggingFaceDirectory:
     """
 
     def __init__(self, path: epath.Path) -> None:
-        settings = _read_object(path / "config.json")
+        settings = read_object(path / "config.json")
         opened, places = _open_files(path)
         if settings.get("model_type") == "gemma3":
             settings, places = _text_part(settings, places)
@@ -102,7 +102,7 @@ def _text_part(settings: dict[str, Any], places: Places) -> tuple[dict[str, Any]
 def _open_files(path: epath.Path) -> tuple[dict[epath.Path, TensorFile], Places]:
     """The files of weights, and where in them each tensor is."""
     if (path / _INDEX).exists():
-        weight_map = _read_object(path / _INDEX).get("weight_map")
+        weight_map = read_object(path / _INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise WeightsError(f"{path / _INDEX} has no weight_map; copy the file again")
         names = sorted(set(weight_map.values()))
@@ -129,7 +129,8 @@ def _open_files(path: epath.Path) -> tuple[dict[epath.Path, TensorFile], Places]
     return opened, {name: (file, name) for file in opened.values() for name in file.entries}
 
 
-def _read_object(file: epath.Path) -> dict[str, Any]:
+def read_object(file: epath.Path) -> dict[str, Any]:
+    """The JSON object in a file of a model's directory; raises WeightsError when it is absent or something else."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

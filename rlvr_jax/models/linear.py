@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +22,54 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 MATMUL = "matmul"  # the name by which a remat policy can keep the products
 
 
-def matmul(x: jax.Array, kernel: jax.Array, bias: nnx.Param | None = None) -> jax.Array:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdaptedKernel:
+    """A frozen kernel with an adapter beside it, in a kernel's place among the parameters.
+
+    Attributes:
+      kernel: float32[..., in, out], the base's.
+      a, b: float32[..., in, r] and float32[..., r, out].
+      magnitude: float32[..., out], norms of the columns (DoRA); None leaves them as they come.
+      scale: of a @ b.
+    """
+
+    kernel: jax.Array
+    a: jax.Array
+    b: jax.Array
+    magnitude: jax.Array | None = None
+    scale: float = dataclasses.field(metadata={"static": True})
+
+    def __getitem__(self, index: Any) -> AdaptedKernel:
+        """Of one layer, where layers are stacked; ``...`` is itself, as of an array."""
+        return jax.tree.map(lambda leaf: leaf[index], self)
+
+    def total(self) -> jax.Array:
+        """float32[in, out], kernel + scale * a @ b."""
+        # The scale is multiplied in before, exactly where it is a power of two, and no compiler has a sum of products
+        # left to contract one way here and another there: sampler and trainer get the same bits.
+        product = jnp.dot(self.a, self.scale * self.b, precision=jax.lax.Precision.HIGHEST)
+        return self.kernel + product
+
+    def merged(self) -> jax.Array:
+        """float32[in, out], the kernel that this computes with."""
+        total = self.total()
+        if self.magnitude is None:
+            return total
+        return total * (self.magnitude / column_norms(total))[None, :]
+
+
+def column_norms(kernel: jax.Array) -> jax.Array:
+    """float32[..., out] of float32[..., in, out]; of a column of zeros, a number that is not 0."""
+    return jnp.sqrt(jnp.maximum(jnp.sum(kernel * kernel, -2), jnp.finfo(jnp.float32).tiny))
+
+
+def matmul(
+    x: jax.Array, kernel: jax.Array | AdaptedKernel, bias: nnx.Param | None = None
+) -> jax.Array:
     """x @ kernel + bias in x's dtype, accumulated in float32 and rounded once.
+
+    Beside an adapter, kernel and bias are frozen: their gradients are zero.
 
     Args:
       x: dtype[N, in].
@@ -30,7 +78,10 @@ def matmul(x: jax.Array, kernel: jax.Array, bias: nnx.Param | None = None) -> ja
     Returns:
       dtype[N, out].
     """
-    return _matmul(x, kernel, None if bias is None else bias[...])
+    of_bias = None if bias is None else bias[...]
+    if isinstance(kernel, AdaptedKernel):
+        return _adapted_matmul(x, kernel, of_bias)
+    return _matmul(x, kernel, of_bias)
 
 
 @jax.custom_vjp
@@ -103,6 +154,49 @@ matmul_by_rows.defvjp(_by_rows_forward, _by_rows_backward)
 def soft_cap(x: jax.Array, cap: float) -> jax.Array:
     """cap * tanh(x / cap); 0 leaves x as it is."""
     return cap * jnp.tanh(x / cap) if cap else x
+
+
+@jax.custom_vjp
+def _adapted_matmul(x: jax.Array, adapted: AdaptedKernel, bias: jax.Array | None) -> jax.Array:
+    return _adapted_forward(x, adapted, bias)[0]
+
+
+def _adapted_forward(
+    x: jax.Array, adapted: AdaptedKernel, bias: jax.Array | None
+) -> tuple[jax.Array, tuple[jax.Array, AdaptedKernel]]:
+    return _forward(x, adapted.merged(), bias)[0], (x, adapted)
+
+
+def _adapted_backward(
+    saved: tuple[jax.Array, AdaptedKernel], cotangent: jax.Array
+) -> tuple[jax.Array, Any, None]:
+    """Through the thin matrices: the gradient of a whole kernel, a third of the work of training it, is never made.
+
+    The norms that a magnitude is divided by are constants here, as in the paper (Liu et al. 2024, section 4.3).
+    """
+    x, adapted = saved
+    product = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
+    total, of_magnitude = adapted.total(), None
+    if adapted.magnitude is not None:
+        norms = column_norms(total)
+        along = product(x, total.astype(x.dtype), (((1,), (0,)), ((), ())))
+        of_magnitude = jnp.sum(cotangent.astype(jnp.float32) * along, 0) / norms
+        cotangent = (cotangent * (adapted.magnitude / norms)[None, :]).astype(x.dtype)
+    of_x = product(cotangent, total.astype(x.dtype), (((1,), (1,)), ((), ()))).astype(x.dtype)
+    scaled = (adapted.scale * adapted.b).astype(x.dtype)
+    inner = product(cotangent, scaled, (((1,), (1,)), ((), ()))).astype(x.dtype)  # [N, r]
+    down = product(x, adapted.a.astype(x.dtype), (((1,), (0,)), ((), ()))).astype(x.dtype)  # [N, r]
+    of_adapter: Any = dataclasses.replace(
+        adapted,
+        kernel=None,
+        a=kernel_gradient(x, inner),
+        b=adapted.scale * kernel_gradient(down, cotangent),
+        magnitude=of_magnitude,
+    )
+    return of_x, of_adapter, None
+
+
+_adapted_matmul.defvjp(_adapted_forward, _adapted_backward)
 
 
 def init_kernel(rngs: nnx.Rngs, *shape: int) -> nnx.Param:

@@ -55,6 +55,11 @@ def make_plan(
       ConfigError, ValueError: an unknown topology, or what the trainer itself would refuse.
       WeightsError: no such model.
     """
+    if config.adapter.rank:
+        raise ConfigError(
+            f"adapter.rank is {config.adapter.rank}; a plan is of a run that trains all parameters: expected 0. "
+            "--config.adapter.rank=0 gives an upper bound"
+        )
     target = parse_topology(topology)
     chip, num_devices, memory_bytes = _device(target)
     shape = model_shape(config.model)

@@ -39,6 +39,7 @@ from rlvr_jax.training.shared_judge import decode_rewards, encode_rewards
 from rlvr_jax.training.step import (
     Learner,
     Metrics,
+    policy_params,
     update,
     with_advantages,
     with_reference,
@@ -327,8 +328,11 @@ class FusedStep:
         *,
         step: int,
         kl_coef: float,
+        base: Params | None = None,
     ) -> tuple[TrainState, Metrics, list[Group]]:
         """Samples, judges and updates once; returns (state, metrics, groups). The state is donated.
+
+        ``base`` is as of ``step.update``.
 
         Raises:
           ValueError: a number of tasks that does not divide over the mesh, or a prompt past the context.
@@ -352,7 +356,7 @@ class FusedStep:
         scalars = put((np.uint32(params.seed), np.float32(kl_coef)), replicated(mesh))
         self.host.begin(tasks)
         with jax.set_mesh(mesh):
-            state, metrics, rollout = self._program(state, reference, *arrays, *scalars)
+            state, metrics, rollout = self._program(state, reference, base, *arrays, *scalars)
         rollout = fetch(rollout)
         self.host.share()
         return state, metrics, self._groups(tasks, prompts, rollout, step)
@@ -411,6 +415,7 @@ def make_fused_step(
     def program(
         state: TrainState,
         reference: Params | None,
+        base: Params | None,
         prompts: jax.Array,
         prompt_lengths: jax.Array,
         request_ids: jax.Array,
@@ -427,7 +432,7 @@ def make_fused_step(
             (prompts, prompt_lengths, request_ids), rows=sampled
         )
         rollout = generate(
-            state.params,
+            policy_params(state.params, base, config.adapter),
             padded,
             padded_lengths,
             padded_ids,
@@ -467,6 +472,7 @@ def make_fused_step(
         state, metrics = update(
             state,
             batch,
+            base=base,
             model=model,
             optimizer=learner.optimizer,
             config=config,

@@ -25,15 +25,17 @@ from rlvr_jax.distributed.mesh import make_mesh
 from rlvr_jax.distributed.placement import put
 from rlvr_jax.envs.single_turn import response_text
 from rlvr_jax.errors import WeightsError
+from rlvr_jax.models import peft
+from rlvr_jax.models.adapters import adapter_config, checksum, merge_adapters
 from rlvr_jax.models.config import ModelConfig
-from rlvr_jax.models.decoder import Params, abstract_params, init_params
+from rlvr_jax.models.decoder import Params, init_params
 from rlvr_jax.models.weights import open_weights, read_params, resolve_model, save_weights
 from rlvr_jax.rollout.engine import Engine
 from rlvr_jax.tasks.splits import content_hash
 from rlvr_jax.text.byte_level import byte_level_tokenizer
 from rlvr_jax.text.chat import ChatTemplate, Conversation
 from rlvr_jax.text.tokenizer import Tokenizer, check_vocab, load_tokenizer
-from rlvr_jax.training.state import abstract_state, check_mesh, state_shardings
+from rlvr_jax.training.state import abstract_state, abstract_trained, check_mesh, state_shardings
 from rlvr_jax.training.workdir import CONFIG_FILE
 from rlvr_jax.types import Completion, Message, SamplingParams
 
@@ -62,11 +64,12 @@ def load_pretrained(
 
     Args:
       name_or_path: ``smollm2-135m-instruct``, a Hugging Face directory (local or a ``gs://`` URL), a GGUF file, the
-        workdir of a run (its newest healthy checkpoint), or ``tiny-random`` (random weights on bytes, for smoke tests).
+        workdir of a run (its newest healthy checkpoint), adapters as PEFT saves them (merged into the base that they
+        name), or ``tiny-random`` (random weights on bytes, for smoke tests).
       mesh: where the params go; each process reads what its devices hold, and no host holds the model. None for NumPy.
 
     Raises:
-      WeightsError: nothing there, damaged, or the tokenizer is of another model.
+      WeightsError: nothing there, damaged, or the tokenizer or the adapters are of another model.
       ValueError: the model does not divide over the mesh.
       CheckpointError: a run whose checkpoints are all damaged, or of another model than its config says.
     """
@@ -74,6 +77,8 @@ def load_pretrained(
         return _tiny_random(mesh)
     if (Path(name_or_path).expanduser() / "checkpoints").is_dir():
         return _newest_checkpoint(Path(name_or_path).expanduser(), mesh)
+    if (Path(name_or_path).expanduser() / peft.CONFIG_FILE).is_file():
+        return _adapted(Path(name_or_path).expanduser(), mesh)
     path = resolve_model(name_or_path)
     tokenizer = load_tokenizer(path)
     weights = open_weights(path)
@@ -88,19 +93,32 @@ def load_pretrained(
     )
 
 
+def _adapted(directory: Path, mesh: jax.sharding.Mesh | None) -> Pretrained:
+    """A base with the adapters in ``directory`` merged in."""
+    name = peft.base_of(directory)
+    try:
+        base = load_pretrained(name, mesh=mesh)
+    except WeightsError as error:
+        raise WeightsError(f"{directory} holds adapters of {name!r}: {error}") from error
+    adapter, adapters = peft.load_adapters(directory, base.config)
+    return dataclasses.replace(base, params=merge_adapters(base.params, adapters, adapter))
+
+
 def _newest_checkpoint(workdir: Path, mesh: jax.sharding.Mesh | None) -> Pretrained:
     """The weights a run has come to; everything else is that of the model it started from."""
     try:
-        start = json.loads((workdir / CONFIG_FILE).read_text())["model"]
+        settings = json.loads((workdir / CONFIG_FILE).read_text())
+        start = settings["model"]
     except (OSError, ValueError, KeyError) as error:
         raise WeightsError(
             f"{workdir} has checkpoints but no {CONFIG_FILE} that names their model "
             f"({type(error).__name__}: {error}); expected the workdir of a run"
         ) from error
     pretrained = load_pretrained(start, mesh=mesh)
-    abstract = abstract_params(pretrained.config)
+    adapter = adapter_config(**settings["adapter"]) if "adapter" in settings else None
+    abstract = abstract_trained(pretrained.config, adapter)
     if mesh is not None:
-        abstract = abstract_state(pretrained.config, optax.set_to_zero(), mesh).params
+        abstract = abstract_state(pretrained.config, optax.set_to_zero(), mesh, adapter).params
     with Checkpointer(workdir / "checkpoints") as checkpointer:
         restored = checkpointer.restore_params(abstract)
     if restored is None:
@@ -108,10 +126,22 @@ def _newest_checkpoint(workdir: Path, mesh: jax.sharding.Mesh | None) -> Pretrai
             f"the run in {workdir} has no finished checkpoint yet; expected at least one: wait for it "
             f"(config.checkpoint.every says how often), or take {start!r}, which it started from"
         )
-    step, params = restored
+    step, params, host = restored
     if mesh is None:
         params = jax.tree.map(np.asarray, params)
+    if adapter is not None:
+        check_base(checksum(pretrained.params), host["base"], start, workdir)
+        params = merge_adapters(pretrained.params, params, adapter)
     return dataclasses.replace(pretrained, params=params, step=step)
+
+
+def check_base(got: int | None, expected: int | None, name: str, workdir: Path) -> None:
+    """Raises WeightsError when the adapters of a run belong to another base; the checksums of none are None."""
+    if got != expected:
+        raise WeightsError(
+            f"the adapters in {workdir} were trained beside a base with checksum {expected}; got {got}: the weights "
+            f"of {name!r} are not what they were. Put them back, or use --fresh to start over"
+        )
 
 
 def _tiny_random(mesh: jax.sharding.Mesh | None) -> Pretrained:

@@ -29,12 +29,15 @@ from rlvr_jax.algorithms.shaping import overlong_penalty
 from rlvr_jax.checkpoint.manager import Checkpointer
 from rlvr_jax.data.packing import pack_groups, row_length
 from rlvr_jax.distributed.mesh import make_mesh, num_row_shards
+from rlvr_jax.distributed.placement import fetch
 from rlvr_jax.distributed.processes import PreemptionNotice, is_first, on_first
 from rlvr_jax.envs.single_turn import DomainJudge, check_verifiers, run_groups
 from rlvr_jax.errors import ConfigError, MismatchError
 from rlvr_jax.metrics import Counters, MetricsLogger, PhaseTimer, read_metrics
+from rlvr_jax.models.adapters import adapter_config, checksum
 from rlvr_jax.models.attention import key_bucket
 from rlvr_jax.models.config import ModelConfig
+from rlvr_jax.models.peft import check_layout, save_adapters
 from rlvr_jax.models.policy_head import LogitTransform
 from rlvr_jax.rewards.combination import reward_metrics
 from rlvr_jax.rewards.pool import VerifierPool
@@ -43,7 +46,7 @@ from rlvr_jax.tasks.curriculum import Curriculum
 from rlvr_jax.tasks.splits import held_out_tasks
 from rlvr_jax.text.chat import ChatTemplate
 from rlvr_jax.training.fused import check_divides, groups_with_signal, make_fused_step
-from rlvr_jax.training.policy import load_pretrained
+from rlvr_jax.training.policy import check_base, load_pretrained
 from rlvr_jax.training.report import read_summary, write_report
 from rlvr_jax.training.router import check_router
 from rlvr_jax.training.shared_judge import SharedJudge, deadline_s
@@ -55,7 +58,7 @@ from rlvr_jax.training.state import (
     make_optimizer,
     state_shardings,
 )
-from rlvr_jax.training.step import StepConfig, make_learner, merge_updates
+from rlvr_jax.training.step import StepConfig, make_learner, merge_updates, policy_params
 from rlvr_jax.training.workdir import open_workdir, preempted
 from rlvr_jax.trajectories.store import ParquetStore
 from rlvr_jax.types import Group, SamplingParams, Task, TrainBatch
@@ -98,7 +101,10 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
     )
     learning_rate = learning_rate_schedule(optimizer_config)
     optimizer = make_optimizer(optimizer_config)
-    shardings = state_shardings(model, optimizer, mesh)
+    adapter = adapter_config(**config.adapter)
+    if adapter is not None:
+        check_layout(adapter, model)
+    shardings = state_shardings(model, optimizer, mesh, adapter)
 
     # How it samples, and what it optimises.
     group_size, tasks_per_step = config.rollout.group_size, config.tasks.tasks_per_step
@@ -140,11 +146,16 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
         PreemptionNotice() as notice,
     ):
         # Where it starts: the newest checkpoint, or the pretrained weights. Before the first sample, in either case.
-        reference = learner.place(pretrained.params) if uses_reference(config) else None
-        restored = checkpointer.restore(abstract_state(model, optimizer, mesh))
+        frozen = adapter is not None or uses_reference(config)
+        pretrained_params = learner.place(pretrained.params) if frozen else None
+        reference = pretrained_params if uses_reference(config) else None
+        base = pretrained_params if adapter is not None else None  # the same arrays: no second copy
+        base_checksum = checksum(pretrained.params) if adapter is not None else None
+        restored = checkpointer.restore(abstract_state(model, optimizer, mesh, adapter))
         if restored is None:
             first_step, seconds_before = 0, 0.0
-            state = init_state(model, pretrained.params, optimizer, mesh, seed=seed)
+            start = pretrained.params if base is None else base
+            state = init_state(model, start, optimizer, mesh, seed=seed, adapter=adapter)
         else:
             first_step, seconds_before = restored.step, restored.host["seconds"]
             if first_step > config.num_steps:
@@ -152,6 +163,7 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
                     f"{workdir} holds a run of {first_step} steps; num_steps is {config.num_steps}: expected at least "
                     "as many; raise config.num_steps, use --fresh to start over, or another --workdir"
                 )
+            check_base(base_checksum, restored.host["base"], config.model, workdir)
             state = restored.state
             curriculum.load_state_dict(restored.host["curriculum"])
             counters = Counters(restored.host["counters"])
@@ -164,7 +176,7 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
 
         engine = Engine(
             model,
-            state.params,
+            policy_params(state.params, base, adapter),
             mesh=mesh,
             dtype=config.dtype,
             max_rows=config.rollout.max_rows,
@@ -219,6 +231,7 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
                     "curriculum": curriculum.state_dict(),
                     "counters": counters.totals,
                     "kl_controller": vars(kl_controller),
+                    "base": base_checksum,
                     "seconds": seconds_before + time.perf_counter() - clock,
                 },
             )
@@ -235,7 +248,7 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
             if config.schedule == "fused":
                 with timer("fused"):
                     state, metrics, sampled = fused_step(
-                        state, reference, tasks, step=step, kl_coef=kl_controller.coef
+                        state, reference, tasks, step=step, kl_coef=kl_controller.coef, base=base
                     )
                 curriculum.update(sampled)
                 groups = trainable(sampled, config)
@@ -279,9 +292,9 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
                 updates = []
                 for _ in range(config.train.num_epochs):
                     for minibatch in minibatches:
-                        state, metrics = learner.train_step(state, minibatch)
+                        state, metrics = learner.train_step(state, minibatch, base)
                         updates.append(metrics)
-            engine.load_params(state.params, policy_version=step + 1)
+            engine.load_params(policy_params(state.params, base, adapter), policy_version=step + 1)
             if writes:
                 store.append(sampled)  # the device is busy with the update meanwhile
             with timer("update"):
@@ -321,8 +334,11 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
 
         after = hold_out(config.num_steps)
         checkpointer.wait()
+        adapters = None if adapter is None else fetch(state.params)
 
         def report() -> dict[str, Any]:
+            if adapter is not None:
+                save_adapters(workdir / "adapter", adapter, model, adapters, base=config.model)
             seconds = seconds_before + time.perf_counter() - clock
             done = read_summary(workdir)
             if done is not None and done["steps"] == first_step == config.num_steps:
@@ -392,6 +408,7 @@ def step_config(config: ConfigDict, sampling: SamplingParams) -> StepConfig:
         adv_estimator=config.algorithm.adv_estimator,
         kl_in_reward=config.algorithm.use_kl_in_reward,
         router_aux_loss_coef=config.algorithm.router_aux_loss_coef,
+        adapter=adapter_config(**config.adapter),
     )
 
 

@@ -2,8 +2,9 @@
 
 The loss is the negative log-likelihood of the assistant's tokens, averaged over all trained tokens of a batch, through
 the forward pass, the optimizer and the checkpoints of ``training/rl.py``. A run leaves in its folder ``metrics.jsonl``,
-``checkpoints/``, ``summary.json`` and ``model/``, a Hugging Face directory that ``load_pretrained`` takes. Running it
-again resumes: a run that was killed ends in the same parameters, bit for bit, as one that was not.
+``checkpoints/``, ``summary.json`` and ``model/``, a Hugging Face directory that ``load_pretrained`` takes; if it
+trained adapters, they are merged in there, and alone in ``adapter/``. Running it again resumes: a run that was killed
+ends in the same parameters, bit for bit, as one that was not.
 """
 
 from __future__ import annotations
@@ -29,16 +30,19 @@ from rlvr_jax.checkpoint.manager import Checkpointer
 from rlvr_jax.data.loader import ChatDataset, chat_dataset
 from rlvr_jax.data.sources import Source, open_source, split_source
 from rlvr_jax.distributed.mesh import make_mesh, num_row_shards
+from rlvr_jax.distributed.placement import put
 from rlvr_jax.distributed.processes import PreemptionNotice, is_first, on_first
 from rlvr_jax.distributed.sharding import replicated, row_sharding, spec
 from rlvr_jax.errors import ConfigError
 from rlvr_jax.metrics import MetricsLogger
+from rlvr_jax.models.adapters import AdapterConfig, adapter_config, checksum, merge_adapters
 from rlvr_jax.models.config import ModelConfig
 from rlvr_jax.models.decoder import REMAT_POLICIES, Params, compiler_options
 from rlvr_jax.models.moe import Load
+from rlvr_jax.models.peft import check_layout, save_adapters
 from rlvr_jax.models.policy_head import LogitTransform, RowBounds, replayed_logprobs
 from rlvr_jax.models.weights import save_weights
-from rlvr_jax.training.policy import load_pretrained
+from rlvr_jax.training.policy import check_base, load_pretrained
 from rlvr_jax.training.router import (
     add_router_loss,
     check_router,
@@ -51,9 +55,10 @@ from rlvr_jax.training.state import (
     init_state,
     learning_rate_schedule,
     make_optimizer,
+    model_shardings,
     state_shardings,
 )
-from rlvr_jax.training.step import Metrics, gradient_step
+from rlvr_jax.training.step import Metrics, gradient_step, policy_params
 from rlvr_jax.training.workdir import open_workdir, preempted
 from rlvr_jax.types import TrainBatch, TrainState
 
@@ -98,7 +103,10 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
     optimizer_config = OptimizerConfig(num_steps=config.num_steps, **config.optimizer)
     learning_rate = learning_rate_schedule(optimizer_config)
     optimizer = make_optimizer(optimizer_config)
-    shardings = state_shardings(model, optimizer, mesh)
+    adapter = adapter_config(**config.adapter)
+    if adapter is not None:
+        check_layout(adapter, model)
+    shardings = state_shardings(model, optimizer, mesh, adapter)
     _check_settings(config, model, num_row_shards(mesh))
     check_router(model, "train.router_aux_loss_coef", config.train.router_aux_loss_coef)
     _check_row_shards(mesh)
@@ -134,6 +142,7 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
             update,
             loss=loss,
             optimizer=optimizer,
+            adapter=adapter,
             router_aux_loss_coef=config.train.router_aux_loss_coef,
             experts_per_token=model.experts_per_token,
         ),
@@ -175,16 +184,22 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
     ):
         # Where it starts: the newest checkpoint, or the pretrained weights.
         step, seconds = 0, 0.0
-        restored = checkpointer.restore(abstract_state(model, optimizer, mesh))
+        base, base_checksum = None, None
+        if adapter is not None:
+            base = put(pretrained.params, model_shardings(model, mesh))
+            base_checksum = checksum(pretrained.params)
+        restored = checkpointer.restore(abstract_state(model, optimizer, mesh, adapter))
         if restored is not None:
+            check_base(base_checksum, restored.host["base"], config.model, folder)
             step, state = restored.step, restored.state
             data.set_state(restored.host["data"])
             before = restored.host["eval_before"]
             seconds = restored.host["seconds"]
             logger.info(f"resuming at step {step} of {config.num_steps}")
         else:
-            state = init_state(model, pretrained.params, optimizer, mesh, seed=config.seed)
-            before = evaluate(state.params)
+            start = pretrained.params if base is None else base
+            state = init_state(model, start, optimizer, mesh, seed=config.seed, adapter=adapter)
+            before = evaluate(policy_params(state.params, base, adapter))
         first_step = step
         pretrained = None  # its weights are not needed any more
         logger.truncate(step)
@@ -193,6 +208,7 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
             host = {
                 "data": data.get_state(),
                 "eval_before": before,
+                "base": base_checksum,
                 "seconds": seconds + time.perf_counter() - clock,
             }
             checkpointer.save(step, state, host)
@@ -211,7 +227,7 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
                 break
             pieces = place(batch)
             with jax.transfer_guard("disallow"):
-                state, metrics = train_step(state, pieces)
+                state, metrics = train_step(state, pieces, base)
             if last is not None:  # while the devices work: the step before, whose numbers are there
                 logger.log(*jax.device_get(last))
             now = time.perf_counter()
@@ -223,20 +239,20 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
             if held_out and config.eval.every and step % config.eval.every == 0:
                 logger.log(*jax.device_get(last))
                 last = None
-                logger.log(step - 1, evaluate(state.params))
+                logger.log(step - 1, evaluate(policy_params(state.params, base, adapter)))
                 began = time.perf_counter()
             if config.checkpoint.every and step % config.checkpoint.every == 0:
                 save()
         if last is not None:
             logger.log(*jax.device_get(last))
-        after = evaluate(state.params)
+        after = evaluate(policy_params(state.params, base, adapter))
         if step > first_step:
             if after:
                 logger.log(step - 1, after)
             save()
             seconds += time.perf_counter() - clock
 
-    params = _on_host(state.params)
+    trained, base = _on_host(state.params), _on_host(base)
     summary = {
         "eval_loss_before": before.get("eval/loss"),
         "eval_loss_after": after.get("eval/loss"),
@@ -248,6 +264,10 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
     }
 
     def report() -> dict[str, Any]:
+        params = trained
+        if adapter is not None:
+            save_adapters(folder / "adapter", adapter, model, trained, base=config.model)
+            params = merge_adapters(base, trained, adapter)
         shutil.rmtree(folder / "model", ignore_errors=True)
         save_weights(folder / "model", model, params, tokenizer_files=tokenizer.files())
         (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
@@ -278,9 +298,11 @@ def negative_log_likelihood(
 def update(
     state: TrainState,
     pieces: TrainBatch,
+    base: Params | None = None,
     *,
     loss: Loss,
     optimizer: optax.GradientTransformation,
+    adapter: AdapterConfig | None = None,
     router_aux_loss_coef: float = 0.0,
     experts_per_token: int = 0,
 ) -> tuple[TrainState, Metrics]:
@@ -291,6 +313,7 @@ def update(
     Args:
       state: as its type says.
       pieces: arrays [A, B, T]: A micro-batches of B rows.
+      base: the frozen parameters, when ``adapter`` is trained.
       loss: of every trained token.
       optimizer: optax.
       router_aux_loss_coef: of the load-balancing loss of a mixture of experts, which is added.
@@ -304,14 +327,17 @@ def update(
         pieces.loss_mask, pieces.sample_ids, mode="token-mean", num_samples=pieces.tokens.size
     )
 
+    def score(params: Params, batch: TrainBatch) -> tuple[jax.Array, Load | None]:
+        return loss(policy_params(params, base, adapter), batch)
+
     def loss_fn(params: Params, piece: tuple[TrainBatch, jax.Array]) -> tuple[jax.Array, Metrics]:
         batch, batch_weights = piece
-        nats, load = loss(params, batch)
+        nats, load = score(params, batch)
         mean = jnp.sum(batch_weights * nats)
         metrics = {"loss": mean}
         return add_router_loss(mean, metrics, load, coef=coef, experts_per_token=k, whole=whole)
 
-    whole = whole_load(lambda piece: loss(state.params, piece)[1], pieces, coef=coef)
+    whole = whole_load(lambda piece: score(state.params, piece)[1], pieces, coef=coef)
     state, metrics = gradient_step(
         state,
         (pieces, weights),

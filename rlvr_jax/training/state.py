@@ -12,6 +12,7 @@ import optax
 
 from rlvr_jax.distributed.placement import put
 from rlvr_jax.distributed.sharding import param_shardings, replicated, shardings_like
+from rlvr_jax.models.adapters import ADAPTER_AXES, AdapterConfig, abstract_adapters, init_adapters
 from rlvr_jax.models.config import ModelConfig
 from rlvr_jax.models.decoder import PARAM_AXES, Params, abstract_params
 from rlvr_jax.types import TrainState
@@ -73,7 +74,11 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     """AdamW (Loshchilov & Hutter 2019); norms and biases (arrays of rank 1 a layer) do not decay."""
 
     def decays(params: Params) -> Any:
-        return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key != "scale", params)
+        def is_kernel(path: Any, _: jax.Array) -> bool:
+            name = path[-1].key
+            return name not in ("scale", "magnitude") and not name.endswith("_bias")
+
+        return jax.tree_util.tree_map_with_path(is_kernel, params)
 
     adam = optax.adamw(
         learning_rate_schedule(config),
@@ -117,13 +122,27 @@ def check_mesh(config: ModelConfig, mesh: jax.sharding.Mesh) -> None:
         )
 
 
+def abstract_trained(config: ModelConfig, adapter: AdapterConfig | None) -> Params:
+    """Shapes and dtypes of what is trained: the adapters, or all parameters."""
+    return abstract_params(config) if adapter is None else abstract_adapters(adapter, config)
+
+
+def model_shardings(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
+    """NamedShardings of the model's parameters; raises ValueError with the numbers when it does not divide."""
+    check_mesh(config, mesh)
+    return param_shardings(mesh, abstract_params(config), PARAM_AXES)
+
+
 def state_shardings(
-    config: ModelConfig, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh
+    config: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    mesh: jax.sharding.Mesh,
+    adapter: AdapterConfig | None = None,
 ) -> TrainState:
     """A TrainState of NamedShardings; raises ValueError with the numbers when the model does not divide."""
     check_mesh(config, mesh)
-    params = abstract_params(config)
-    shardings = param_shardings(mesh, params, PARAM_AXES)
+    params = abstract_trained(config, adapter)
+    shardings = param_shardings(mesh, params, PARAM_AXES if adapter is None else ADAPTER_AXES)
     opt_state = jax.eval_shape(optimizer.init, params)
     whole: Any = replicated(mesh)
     return TrainState(
@@ -135,10 +154,13 @@ def state_shardings(
 
 
 def abstract_state(
-    config: ModelConfig, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh
+    config: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    mesh: jax.sharding.Mesh,
+    adapter: AdapterConfig | None = None,
 ) -> TrainState:
     """Shapes, dtypes and shardings of the state, for a restore."""
-    params = abstract_params(config)
+    params = abstract_trained(config, adapter)
     step: Any = jax.ShapeDtypeStruct((), jnp.int32)
     key: Any = jax.ShapeDtypeStruct((2,), jnp.uint32)
     opt_state = jax.eval_shape(optimizer.init, params)
@@ -146,7 +168,7 @@ def abstract_state(
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
-        state_shardings(config, optimizer, mesh),
+        state_shardings(config, optimizer, mesh, adapter),
     )
 
 
@@ -157,15 +179,24 @@ def init_state(
     mesh: jax.sharding.Mesh,
     *,
     seed: int,
+    adapter: AdapterConfig | None = None,
 ) -> TrainState:
     """The state before the first update.
 
     Args:
       params: NumPy or JAX arrays of the decoder's layout; copied, so that donating the state leaves them alone.
+      seed: of the state's key, and of new adapters.
+      adapter: if given, new adapters of ``params``, their base, are what the state holds.
     """
-    shardings = state_shardings(config, optimizer, mesh)
-    placed = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=shardings.params)(
-        put(params, shardings.params)
+    shardings = state_shardings(config, optimizer, mesh, adapter)
+
+    def first(params: Params) -> Params:
+        if adapter is None:
+            return jax.tree.map(jnp.copy, params)
+        return init_adapters(adapter, params, jax.random.key(seed))
+
+    placed = jax.jit(first, out_shardings=shardings.params)(
+        put(params, model_shardings(config, mesh))
     )
     opt_state = jax.jit(optimizer.init, out_shardings=shardings.opt_state)(placed)
     step = put(np.int32(0), shardings.step)

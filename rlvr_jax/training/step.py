@@ -30,6 +30,7 @@ from rlvr_jax.algorithms.objective import (
 from rlvr_jax.distributed.mesh import num_row_shards
 from rlvr_jax.distributed.placement import put
 from rlvr_jax.distributed.sharding import replicated, row_sharding
+from rlvr_jax.models.adapters import AdapterConfig, with_adapters
 from rlvr_jax.models.attention import key_bucket
 from rlvr_jax.models.config import ModelConfig
 from rlvr_jax.models.decoder import REMAT_POLICIES, Params, compiler_options
@@ -41,6 +42,7 @@ from rlvr_jax.models.policy_head import (
     replayed_logprobs,
 )
 from rlvr_jax.training.router import add_router_loss, router_metrics, whole_load
+from rlvr_jax.training.state import model_shardings
 from rlvr_jax.types import TrainBatch, TrainState
 
 Metrics = dict[str, jax.Array]
@@ -61,6 +63,7 @@ class StepConfig:
       adv_estimator: how scores become advantages.
       kl_in_reward: take the KL to the reference off the score, before advantages are made.
       router_aux_loss_coef: of the load-balancing loss of a mixture of experts.
+      adapter: what is trained, when it is not all parameters; the programs then take the frozen ones as ``base``.
     """
 
     objective: ObjectiveConfig
@@ -72,6 +75,7 @@ class StepConfig:
     adv_estimator: str = "grpo"
     kl_in_reward: bool = False
     router_aux_loss_coef: float = 0.0
+    adapter: AdapterConfig | None = None
 
     def __post_init__(self) -> None:
         if self.remat not in REMAT_POLICIES:
@@ -84,9 +88,15 @@ class StepConfig:
             raise ValueError("temperature is 0: greedy samples have no gradient; sample with > 0")
 
 
+def policy_params(trained: Params, base: Params | None, adapter: AdapterConfig | None) -> Params:
+    """What the decoder computes with: all that is trained, or the frozen base with trained adapters beside it."""
+    return trained if adapter is None else with_adapters(base, trained, adapter)
+
+
 def update(
     state: TrainState,
     batch: TrainBatch,
+    base: Params | None = None,
     *,
     model: ModelConfig,
     optimizer: optax.GradientTransformation,
@@ -99,6 +109,7 @@ def update(
 
     Args:
       state, batch: as their types say.
+      base: the frozen parameters, when ``config.adapter`` is trained.
       model: shape of the decoder.
       optimizer: optax.
       config: what to compute.
@@ -118,7 +129,7 @@ def update(
     def score(params: Params, micro: TrainBatch) -> tuple[jax.Array, jax.Array, Load | None]:
         return replayed_logprobs(
             model,
-            params,
+            policy_params(params, base, config.adapter),
             micro,
             transform=config.transform,
             bounds=bounds,
@@ -296,6 +307,7 @@ class Learner:
     optimizer: optax.GradientTransformation
     mesh: jax.sharding.Mesh
     shardings: TrainState
+    base_shardings: Params
     config: StepConfig
     _update: Callable[..., tuple[TrainState, Metrics]]
     _with_reference: Callable[..., TrainBatch]
@@ -316,8 +328,8 @@ class Learner:
         return (2 if on_cpu and not self.config.micro_rows else 1) * self.num_shards
 
     def place(self, params: Params) -> Params:
-        """Parameters (a reference's, say) on the mesh, sharded like the policy's."""
-        return put(params, self.shardings.params)
+        """All parameters of a model (a reference's, say, or the base of adapters) on the mesh."""
+        return put(params, self.base_shardings)
 
     def prepare(
         self,
@@ -374,12 +386,18 @@ class Learner:
             for minibatch, batch in zip(minibatches, placed, strict=True)
         ]
 
-    def train_step(self, state: TrainState, minibatch: Minibatch) -> tuple[TrainState, Metrics]:
-        """One update. The state is donated: use the one returned. Nothing moves between host and device."""
+    def train_step(
+        self, state: TrainState, minibatch: Minibatch, base: Params | None = None
+    ) -> tuple[TrainState, Metrics]:
+        """One update. The state is donated: use the one returned. Nothing moves between host and device.
+
+        ``base`` is as of ``update``; it stays as it is.
+        """
         with jax.set_mesh(self.mesh), jax.transfer_guard("disallow"):
             return self._update(
                 state,
                 minibatch.batch,
+                base,
                 bounds=minibatch.bounds,
                 num_samples=minibatch.num_samples,
             )
@@ -414,6 +432,7 @@ def make_learner(
         optimizer=optimizer,
         mesh=mesh,
         shardings=shardings,
+        base_shardings=model_shardings(model, mesh),
         config=config,
         _update=jax.jit(
             functools.partial(

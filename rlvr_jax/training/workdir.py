@@ -18,7 +18,15 @@ CONFIG_FILE = "config.json"
 # Settings that may change when a run goes on: how long, how often, on what machine.
 FREE = ("num_steps", "checkpoint.", "mesh.", "verifiers.", "rollout.max_rows", "max_mismatch")
 VISIBLE_WITHIN_S = 60.0
-OURS = ("checkpoints", "trajectories", "held_out", "model", "tensorboard", "metrics.jsonl")
+OURS = (
+    "checkpoints",
+    "trajectories",
+    "held_out",
+    "model",
+    "adapter",
+    "tensorboard",
+    "metrics.jsonl",
+)
 OURS += (CONFIG_FILE, "summary.json", "curve.png")
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from rlvr_jax.distributed.mesh import make_mesh
 from rlvr_jax.distributed.sharding import tree_paths
-from rlvr_jax.models.decoder import init_params
+from rlvr_jax.models.decoder import PARAM_AXES, init_params
+from rlvr_jax.models.layout import nest
 from rlvr_jax.training.state import (
     OptimizerConfig,
     abstract_state,
@@ -72,11 +73,14 @@ def test_the_first_step_of_adam_is_the_rate_in_the_direction_of_the_gradient():
     np.testing.assert_array_equal(moved["layer"]["scale"], [0.0])
 
 
-def test_kernels_decay_and_scales_do_not():
-    config = OptimizerConfig(learning_rate=0.5, num_steps=1, weight_decay=0.1)
-    moved = change(config, jax.tree.map(jnp.zeros_like, PARAMS))
-    np.testing.assert_allclose(moved["layer"]["kernel"], [[-0.1, 0.2]], rtol=1e-5)
-    np.testing.assert_array_equal(moved["layer"]["scale"], [0.0])
+def test_what_is_a_matrix_in_a_layer_decays_and_norms_and_biases_do_not():
+    params = nest({path: jnp.ones((2,) * len(axes)) for path, axes in PARAM_AXES.items()})
+    optimizer = make_optimizer(OptimizerConfig(learning_rate=0.5, num_steps=1, weight_decay=0.1))
+    still = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = optimizer.update(still, optimizer.init(params), params)
+    for path, change in tree_paths(updates).items():
+        rank = sum(axis != "layers" for axis in PARAM_AXES[path])
+        np.testing.assert_allclose(change, -0.05 if rank > 1 else 0.0, rtol=1e-5, err_msg=path)
 
 
 @pytest.mark.parametrize("clip", [0.0, 1.0])
