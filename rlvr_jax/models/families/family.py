@@ -81,13 +81,25 @@ class Family:
         return ModelConfig(family=self.model_type, **fields)
 
     def to_hf(self, config: ModelConfig) -> dict[str, Any]:
-        """Writes config.json, in the spelling that every version of transformers reads."""
-        return {
+        """Writes config.json, in the spelling that every version of transformers reads.
+
+        Raises:
+          ValueError: the family has no word for a setting of ``config``: read back, it would be another model.
+        """
+        settings = {
             "architectures": [self.architecture],
             "model_type": self.model_type,
             **common_settings(config),
             **self.write(config),
         }
+        wrote, meant = (dataclasses.asdict(c) for c in (self.from_hf(settings), config))
+        lost = [f"{name}={meant[name]!r}" for name in meant if wrote[name] != meant[name]]
+        if lost:
+            raise ValueError(
+                f"a {self.model_type} model cannot be written with {', '.join(lost)}; expected settings that this "
+                "family has: change config.family or these"
+            )
+        return settings
 
 
 def _named(path: str, hf: str, gguf: str, heads: str | None = None) -> Tensor:
