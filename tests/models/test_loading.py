@@ -53,10 +53,13 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     "qwen2": {"qkv_bias": True},
     "qwen3": {"qk_norm": "head", "tie_embeddings": False},
     "qwen3_moe": {"qk_norm": "head", "num_experts": 3, "experts_per_token": 2},
-    "gemma2": {"norm_plus_one": True, "post_norm": True, "activation": "gelu_tanh", "attn_scale_dim": 8},
+    "gemma2": {
+        "norm_plus_one": True, "post_norm": True, "activation": "gelu_tanh", "attn_scale_dim": 8,
+        "embed_scale": 32**0.5,
+    },
     "gemma3_text": {
         "norm_plus_one": True, "post_norm": True, "activation": "gelu_tanh", "attn_scale_dim": 8, "qk_norm": "head",
-        "local_rope_theta": 1e4,
+        "local_rope_theta": 1e4, "embed_scale": 32**0.5,
     },
     "mistral": {"tie_embeddings": False},
     "mixtral": {"num_experts": 3, "experts_per_token": 2},

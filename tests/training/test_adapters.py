@@ -263,6 +263,7 @@ def test_the_fused_schedule_trains_the_adapters_that_the_staged_one_does(tmp_pat
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), staged, fused)
 
 
+@pytest.mark.slow
 def test_fine_tuning_with_magnitudes_resumes_bitwise_and_leaves_a_merged_model(tmp_path):
     config = load_config(f"{REPOSITORY / 'configs' / 'sft_chat.py'}:tiny")
     config = override(

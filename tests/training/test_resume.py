@@ -151,7 +151,11 @@ def kill_when(process, happened, delay_s=0.0):
 @pytest.mark.parametrize(
     "file",
     [
-        pytest.param("trajectories/step_1.0.parquet", id="before the first checkpoint"),
+        pytest.param(
+            "trajectories/step_1.0.parquet",
+            id="before the first checkpoint",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("checkpoints/step_4/manifest.json", id="between checkpoints"),
         pytest.param("checkpoints/step_6", id="in a checkpoint", marks=pytest.mark.slow),
         pytest.param("held_out", id="in the first evaluation", marks=pytest.mark.slow),

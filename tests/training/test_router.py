@@ -46,7 +46,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 SAMPLING = SamplingParams(temperature=0.8, max_tokens=6, seed=1)
 GRADIENT = optax.sgd(1.0)  # the change of the parameters is minus the gradient
 MESHES = [
-    {"data": 1, "expert": 8},
+    pytest.param({"data": 1, "expert": 8}, marks=pytest.mark.slow),
     {"data": 1, "fsdp": 2, "expert": 2, "tensor": 2},
     pytest.param({"data": 2, "expert": 4}, marks=pytest.mark.slow),
     pytest.param({"data": 2, "fsdp": 2, "expert": 2}, marks=pytest.mark.slow),
@@ -161,6 +161,7 @@ def test_a_batch_packed_otherwise_has_the_same_balancing_loss() -> None:
     )
 
 
+@pytest.mark.slow
 def test_descending_the_balancing_loss_evens_out_the_load() -> None:
     batch = batch_of(sampled_on_one_device(SAMPLING))
     batch = dataclasses.replace(batch, advantages=0 * batch.advantages)  # nothing else to learn
@@ -249,6 +250,7 @@ def test_the_fused_schedule_lays_out_the_same_experts() -> None:
             np.testing.assert_array_equal(batch.experts[row][columns], one.experts)
 
 
+@pytest.mark.slow
 def test_fine_tuning_balances_the_load_the_same_way_for_any_cut() -> None:
     batch = dataclasses.replace(batch_of(sampled_on_one_device(SAMPLING)), experts=None)
     loss = functools.partial(
