@@ -293,17 +293,16 @@ class Decoder(nnx.Module):
 def compiler_options(mesh: jax.sharding.Mesh, *, backward: bool = False) -> dict[str, Any]:
     """Of every program that computes log-probabilities on ``mesh``; ``backward`` if it also differentiates them.
 
-    XLA:CPU by default takes a float32 copy of all bfloat16 activations out of the backward loop over the layers, and
-    orders a program for more of it to run at once, with arrays made long before they are needed. On several devices the
-    order stays: in another one, exchanges of a device that run at once can take all of the threads that all devices
-    share, and the last device finds none to join them (a deadlock, seen with eight on two cores).
+    XLA:CPU by default orders a program for more of it to run at once, with arrays made long before they are needed, and
+    takes a float32 copy of all bfloat16 activations out of the backward loop over the layers. On several devices this
+    stays as it is: in another order, exchanges of a device that run at once can take all of the threads that the
+    devices share, and the last one finds none to join them (a deadlock, seen with eight devices on two cores).
     """
     options = dict(STRICT)
-    if mesh.devices.flat[0].platform == "cpu":
+    if mesh.size == 1 and mesh.devices.flat[0].platform == "cpu":
+        options["xla_cpu_scheduler_type"] = "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
         if backward:
             options["xla_disable_hlo_passes"] = "while-loop-invariant-code-motion"
-        if mesh.size == 1:
-            options["xla_cpu_scheduler_type"] = "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
     return options
 
 
