@@ -71,12 +71,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def spread_over_cores(devices: int | None) -> None:
-    """Makes a CPU look like one device a core to JAX, which runs one thread a device. Before JAX is imported."""
+    """Makes a CPU look like one device a core to JAX, which runs one thread a device. Before JAX is imported.
+
+    The devices get the threads with which their programs are ordered for memory (``decoder.compiler_options``).
+    """
     flag = "--xla_force_host_platform_device_count"
     flags = os.environ.get("XLA_FLAGS", "")
     if flag not in flags:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-        os.environ["XLA_FLAGS"] = f"{flags} {flag}={devices or cores}".strip()
+        count = devices or cores
+        os.environ["XLA_FLAGS"] = f"{flags} {flag}={count}".strip()
+        from rlvr_jax.models.decoder import THREADS_PER_DEVICE
+
+        os.environ.setdefault("NPROC", str(THREADS_PER_DEVICE * count))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,6 +17,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what the names are; _HOMES says where they are found when the program runs
+    from rlvr_jax.data.loader import load_tasks
     from rlvr_jax.distributed.mesh import make_mesh
     from rlvr_jax.evaluation.runner import Evaluation, evaluate
     from rlvr_jax.rewards import VERIFIERS, VerifierPool, VerifierSpec
@@ -47,6 +48,7 @@ if TYPE_CHECKING:  # what the names are; _HOMES says where they are found when t
     )
 
 _HOMES = {
+    "data.loader": ("load_tasks",),
     "distributed.mesh": ("make_mesh",),
     "evaluation.runner": ("Evaluation", "evaluate"),
     "rewards": ("VERIFIERS", "VerifierPool", "VerifierSpec"),
@@ -107,6 +109,7 @@ __all__ = [
     "evaluate",
     "held_out_tasks",
     "load_policy",
+    "load_tasks",
     "make_mesh",
     "ppo_objective",
     "task_sampler",

@@ -16,6 +16,7 @@ token). Parameters are float32 masters; activations have the dtype of ``dtype``.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,6 +44,7 @@ from rlvr_jax.models.moe import Routing
 from rlvr_jax.models.rope import Table, layer_tables
 
 Params = Any  # nested dict of arrays
+THREADS_PER_DEVICE = 4  # of XLA:CPU, for exchanges in any order (``compiler_options``)
 
 # Logical axes of every parameter that a model may have; distributed.sharding maps them to mesh axes.
 PARAM_AXES: dict[str, tuple[str | None, ...]] = {
@@ -294,15 +296,18 @@ def compiler_options(mesh: jax.sharding.Mesh, *, backward: bool = False) -> dict
     """Of every program that computes log-probabilities on ``mesh``; ``backward`` if it also differentiates them.
 
     XLA:CPU by default orders a program for more of it to run at once, with arrays made long before they are needed, and
-    takes a float32 copy of all bfloat16 activations out of the backward loop over the layers. On several devices this
-    stays as it is: in another order, exchanges of a device that run at once can take all of the threads that the
-    devices share, and the last one finds none to join them (a deadlock, seen with eight devices on two cores).
+    takes a float32 copy of all bfloat16 activations out of the backward loop over the layers. On several devices the
+    better order is taken only where they have threads enough: exchanges of a device that run at once can take all of
+    the threads that the devices share, and the last one finds none to join them (a deadlock, seen with eight devices
+    on two cores). XLA:CPU has as many threads as the variable NPROC says, or the machine has cores.
     """
     options = dict(STRICT)
-    if mesh.size == 1 and mesh.devices.flat[0].platform == "cpu":
-        options["xla_cpu_scheduler_type"] = "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
-        if backward:
-            options["xla_disable_hlo_passes"] = "while-loop-invariant-code-motion"
+    if mesh.devices.flat[0].platform == "cpu":
+        threads = int(os.environ.get("NPROC") or os.cpu_count() or 1)
+        if mesh.size == 1 or threads >= THREADS_PER_DEVICE * mesh.size:
+            options["xla_cpu_scheduler_type"] = "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
+            if backward:
+                options["xla_disable_hlo_passes"] = "while-loop-invariant-code-motion"
     return options
 
 

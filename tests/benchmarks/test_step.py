@@ -37,6 +37,7 @@ def report():
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_every_figure_is_a_positive_number(report):
     keys = "rollout_tok_s verify_s ref_s update_s update_tok_s step_s rollout_s compile_s peak_rss_gib cache_gib"
     for key in keys.split():
@@ -48,17 +49,20 @@ def test_every_figure_is_a_positive_number(report):
     assert report["rollout_tok_s"] == pytest.approx(4 * 4 * 8 / report["rollout_s"], rel=0.01)
 
 
+@pytest.mark.slow
 def test_every_program_compiles_once(report):
     assert report["compiles"] == {"generate": 1, "with_reference": 1, "update": 1}
     assert report["compiles_ok"] is True
 
 
+@pytest.mark.slow
 def test_memory_is_compared_with_the_bound(report):
     peak = max(report["peak_arrays_gib"].values())
     assert peak > 0
     assert report["memory_bound_ok"] is (peak <= report["memory_bound_gib"])
 
 
+@pytest.mark.slow
 def test_the_phases_add_up_to_the_step(report):
     for step in report["all_steps"]:
         parts = sum(step[name] for name in ("rollout", "verify", "ref", "update", "other"))

@@ -161,6 +161,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_at_a_checkpoint_costs_that_checkpoint_only(
     capsys, tmp_path, one_device
 ):

@@ -11,6 +11,8 @@ from nbclient import NotebookClient
 REPOSITORY = Path(__file__).resolve().parents[2]
 NOTEBOOK = REPOSITORY / "colab" / "quickstart.ipynb"
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory: pytest.TempPathFactory) -> Any:

@@ -50,6 +50,7 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_python_of_the_guide_trains_on_its_own_domain(checkout: Path) -> None:
     scripts = [block for block in blocks("python") if not re.match(r"# \w+\.py\n", block)]
     tiny = "rl.train(load_config('configs/rl_quickstart.py:tiny'), 'runs/tiny')"

@@ -56,6 +56,7 @@ def test_a_local_plan_has_the_memory_of_the_trainers_own_programs(capsys):
         assert phase["flops"] > 0 and phase["bytes"] > 0 and phase["collectives"]
 
 
+@pytest.mark.slow
 def test_stand_ins_are_compiled_in_a_process_of_their_own(capsys):
     """More devices than this process has, and the state is divided over them."""
     arguments = (

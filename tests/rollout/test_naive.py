@@ -70,6 +70,7 @@ def test_sampled_tokens_equal(engine, naive, config, sampling):
     assert {one.stop_reason for group in ours for one in group} == {"stop", "length"}
 
 
+@pytest.mark.slow
 def test_tokens_equal_on_another_model(config):
     """One layer, one kv head, tied embeddings, another RoPE base."""
     config = dataclasses.replace(

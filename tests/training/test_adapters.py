@@ -120,8 +120,8 @@ class Trained:
 @pytest.mark.parametrize(
     ("adapter", "dtype"),
     [
-        (ADAPTER, "float32"),
         (DORA, "bfloat16"),
+        pytest.param(ADAPTER, "float32", marks=pytest.mark.slow),
         pytest.param(ADAPTER, "bfloat16", marks=pytest.mark.slow),
         pytest.param(DORA, "float32", marks=pytest.mark.slow),
     ],
@@ -220,6 +220,7 @@ def adapters_of(workdir):
     return jax.tree.map(np.asarray, found[1])
 
 
+@pytest.mark.slow
 def test_a_run_starts_at_the_base_resumes_bitwise_and_refuses_another_base(tmp_path, monkeypatch):
     config = adapted(num_steps=3)
     rl.train(config, tmp_path / "whole")
@@ -256,6 +257,7 @@ def test_a_run_starts_at_the_base_resumes_bitwise_and_refuses_another_base(tmp_p
         rl.train(override(config, num_steps=4), tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_the_fused_schedule_trains_the_adapters_that_the_staged_one_does(tmp_path):
     for schedule in ("staged", "fused"):
         rl.train(adapted(num_steps=2, schedule=schedule), tmp_path / schedule)

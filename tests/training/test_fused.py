@@ -96,6 +96,7 @@ def test_three_fused_steps_give_the_tokens_and_params_of_three_staged_ones(
     assert min(jax.tree.leaves(moved)) > 1e-3  # so that being the same says something
 
 
+@pytest.mark.slow
 def test_few_samples_a_device_are_sampled_and_trained_on_alike(tmp_path, monkeypatch):
     """One prompt and two samples: fewer rows than XLA:CPU adds up in one order. Rows that only fill up are dropped."""
     monkeypatch.setattr(rl, "make_mesh", one_device)
@@ -245,6 +246,7 @@ def test_on_eight_devices_fused_steps_give_the_same_and_survive_their_judge(stag
     assert_survives(program, state, step=3)
 
 
+@pytest.mark.slow
 def test_groups_and_answers_without_signal_are_left_out_as_in_the_staged_schedule(
     tmp_path, monkeypatch
 ):

@@ -132,6 +132,7 @@ def test_a_process_killed_at_a_random_moment_ends_the_other_in_time_and_the_run_
     assert_same(folder, one)
 
 
+@pytest.mark.slow
 def test_sigterm_to_a_single_process_saves_after_the_step_and_the_same_call_goes_on(
     tmp_path, monkeypatch
 ):

@@ -217,6 +217,7 @@ def test_epochs_and_minibatches_are_that_many_updates(tmp_path, one_device):
     assert records[0]["logprob_delta_max"] < 1e-4
 
 
+@pytest.mark.slow
 def test_a_group_of_one_learns_from_the_baseline_of_the_batch(tmp_path, one_device):
     _, [record] = run(
         tmp_path,

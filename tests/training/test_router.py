@@ -132,6 +132,7 @@ def assert_same_update(found: Any, expected: Any) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found[0], expected[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_samples_and_an_update_on_a_mesh_are_those_of_one_device(axes: Any) -> None:
     mesh = make_mesh(**axes)
@@ -203,6 +204,7 @@ def with_router(router: jax.Array) -> Any:
     return params() | {"layers": layers | {"experts": experts}}
 
 
+@pytest.mark.slow
 def test_replay_makes_the_trainer_choose_the_samplers_experts() -> None:
     """Experts that are all about as good: a rounding decides which are taken, and log-probabilities jump with it."""
     router = 1e-3 * params()["layers"]["experts"]["router"]

@@ -290,6 +290,7 @@ def test_a_bad_conversation_is_named_by_file_and_line(config, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_loss_and_reports_misuse_in_one_line(config, tmp_path, capsys):
     flags = ["sft", f"--config={CONFIG}:tiny"]
     flags += [

@@ -292,6 +292,7 @@ def test_memory_of_an_update_is_that_of_parameters_gradients_and_moments():
     assert state + temporary + 4 < 20 * 1.25
 
 
+@pytest.mark.slow
 def test_bfloat16_activations_are_kept_in_bfloat16(tiny_config):
     """Layers, each more of which keeps the activations it got: two bytes a number."""
     mesh = make_mesh(devices=jax.devices()[:1])
