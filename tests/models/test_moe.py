@@ -224,7 +224,7 @@ def gradient_step(params: Any) -> Any:
 @pytest.mark.parametrize(
     ("axes", "at_once"),
     [
-        ({"data": 2, "fsdp": 2, "tensor": 2}, True),
+        pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, True, marks=pytest.mark.slow),
         ({"data": 1, "expert": 8}, True),
         ({"data": 2, "expert": 4}, False),
         ({"data": 1, "fsdp": 2, "expert": 2, "tensor": 2}, True),
