@@ -24,6 +24,7 @@ BEST = {
         "micro_rows": 0,
         "samples_per_row": 2,
         "mesh": "data",
+        "order": "speed",
     },
     "smollm2": {
         "dtype": "bfloat16",
@@ -31,6 +32,7 @@ BEST = {
         "micro_rows": 0,
         "samples_per_row": 4,
         "mesh": "fsdp",
+        "order": "memory",
     },
 }
 
@@ -54,6 +56,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--micro-rows", type=int, help="rows whose gradient is computed at once; 0 for all")
     add("--samples-per-row", type=int, help="samples that share a row with their prompt")
     add("--mesh", choices=["data", "fsdp"], help="replicas, or one copy spread over the devices")
+    add("--order", choices=["speed", "memory"], help="what a CPU's programs are ordered for")
     add("--max-rows", type=int, default=256, help="samples decoded together (default 256)")
     add("--verifier-workers", type=int, default=2, help="processes that judge (default 2)")
     add("--devices", type=int, help="virtual devices of a CPU (default: one a core)")
@@ -70,10 +73,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def spread_over_cores(devices: int | None) -> None:
+def spread_over_cores(devices: int | None, order: str) -> None:
     """Makes a CPU look like one device a core to JAX, which runs one thread a device. Before JAX is imported.
 
-    The devices get the threads with which their programs are ordered for memory (``decoder.compiler_options``).
+    For ``order`` memory the devices get the threads that ``decoder.compiler_options`` asks for.
     """
     flag = "--xla_force_host_platform_device_count"
     flags = os.environ.get("XLA_FLAGS", "")
@@ -83,12 +86,13 @@ def spread_over_cores(devices: int | None) -> None:
         os.environ["XLA_FLAGS"] = f"{flags} {flag}={count}".strip()
         from rlvr_jax.models.decoder import THREADS_PER_DEVICE
 
-        os.environ.setdefault("NPROC", str(THREADS_PER_DEVICE * count))
+        threads = THREADS_PER_DEVICE if order == "memory" else 1
+        os.environ.setdefault("NPROC", str(threads * count))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    spread_over_cores(args.devices)
+    spread_over_cores(args.devices, args.order)
     from benchmarks.loop import Settings, measure_step
     from benchmarks.peers.run import check_peers, format_comparison, run_peers
     from benchmarks.report import format_report
