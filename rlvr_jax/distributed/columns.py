@@ -29,7 +29,7 @@ def whole_rows(x: jax.Array, num_rows: int) -> jax.Array:
     """Flat tokens dtype[B * T, ...] -> dtype[B * C, T, ...]: all B rows, once for each of the C shards of the columns.
 
     The order is that of ``flat_tokens(...).reshape(B * C, T / C, ...)``. A device gathers the rows that it has columns
-    of, and no others; their gradient is added up and scattered.
+    of, and no others; their gradient is added up in float32, and scattered.
 
     Args:
       num_rows: B.
@@ -40,8 +40,7 @@ def whole_rows(x: jax.Array, num_rows: int) -> jax.Array:
     own_rows = num_rows // num_row_shards(jax.sharding.get_abstract_mesh())
 
     def of_shard(x: jax.Array) -> jax.Array:
-        own = x.reshape(own_rows, -1, *x.shape[1:])
-        return jax.lax.all_gather(own, "context", axis=1, tiled=True)
+        return _gather_columns(x.reshape(own_rows, -1, *x.shape[1:]))
 
     return jax.shard_map(
         of_shard,
@@ -50,6 +49,26 @@ def whole_rows(x: jax.Array, num_rows: int) -> jax.Array:
         axis_names=set(TOKEN_AXES),
         check_vma=False,
     )(x)
+
+
+@jax.custom_vjp
+def _gather_columns(x: jax.Array) -> jax.Array:
+    """dtype[b, T / C, ...] -> dtype[b, T, ...], inside of a shard_map."""
+    return jax.lax.all_gather(x, "context", axis=1, tiled=True)
+
+
+def _gather_forward(x: jax.Array) -> tuple[jax.Array, None]:
+    return _gather_columns(x), None
+
+
+def _gather_backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
+    # Also because XLA:CPU ends the process over a bfloat16 sum in a shard_map that leaves an axis to the partitioner.
+    wide = cotangent.astype(jnp.float32)
+    own = jax.lax.psum_scatter(wide, "context", scatter_dimension=1, tiled=True)
+    return (own.astype(cotangent.dtype),)
+
+
+_gather_columns.defvjp(_gather_forward, _gather_backward)
 
 
 def take_columns(x: jax.Array, columns: jax.Array) -> jax.Array:

@@ -51,7 +51,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, stop_token_ids=(), seed=
 
 
 def factorisations() -> list[Any]:
-    """All meshes of eight devices that a model divides over: two key heads over tensor, experts where there are some."""
+    """All meshes of eight devices that a model divides over; with experts, where there is an axis for them."""
     found = []
     for exponents in itertools.product(range(4), repeat=len(AXES)):
         sizes = dict(zip(AXES, (2**n for n in exponents), strict=True))
@@ -204,28 +204,27 @@ def compiled_update(model, sizes, *, rows, length, dtype="bfloat16", **changes):
 
 
 def test_activations_of_a_device_fall_with_the_context_axis():
-    """One sequence of 2048 tokens: what a device needs beside parameters is a quarter on four devices, with a quarter
-    of the scores [T / 4, T] of its attention."""
+    """One sequence of 2048 tokens: what a device needs beside parameters is a quarter with four times as many of them;
+    with it the scores of its attention, [T / 8, T] for each head."""
     model = dataclasses.replace(DENSE, num_layers=4, embed_dim=64, num_heads=4)
     length, temporary = 2048, {}
-    for shards in (1, 4):
+    for shards in (2, 8):
         program = compiled_update(model, {"data": 1, "context": shards}, rows=1, length=length)
         temporary[shards] = program.memory_analysis().temp_size_in_bytes
     scores = model.num_heads * length * length * 4
-    assert temporary[1] > 2 * scores  # attention is what counts
-    assert temporary[4] < 0.3 * temporary[1]
+    assert temporary[2] > scores  # half of them, twice: attention is what counts
+    assert temporary[8] < 0.27 * temporary[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
         ("moe", {"data": 1, "fsdp": 2, "expert": 2, "context": 2}),
-        pytest.param("dense", {"data": 1, "context": 8}, marks=pytest.mark.slow),
-        pytest.param("dense", {"data": 1, "fsdp": 4, "context": 2}, marks=pytest.mark.slow),
-        pytest.param(
-            "moe", {"data": 1, "expert": 2, "context": 2, "tensor": 2}, marks=pytest.mark.slow
-        ),
-        pytest.param("moe", {"data": 1, "expert": 8}, marks=pytest.mark.slow),
+        ("moe", {"data": 1, "expert": 2, "context": 2, "tensor": 2}),
+        ("moe", {"data": 1, "expert": 8}),
+        ("dense", {"data": 1, "context": 8}),
+        ("dense", {"data": 1, "fsdp": 4, "context": 2}),
     ],
     ids=str,
 )
