@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import pickle
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ import pytest
 from rlvr_jax.data.packing import pack_groups
 from rlvr_jax.distributed.columns import flat_tokens, take_columns, whole_rows
 from rlvr_jax.distributed.mesh import make_mesh
+from rlvr_jax.distributed.placement import fetch
 from rlvr_jax.distributed.sharding import batch_sharding
 from rlvr_jax.models.attention import key_bucket
 from rlvr_jax.models.config import ModelConfig
@@ -28,6 +30,7 @@ from rlvr_jax.training.state import abstract_state, state_shardings
 from rlvr_jax.training.step import check_columns, make_learner
 from rlvr_jax.types import SamplingParams
 from tests.groups import random_groups
+from tests.process_group import process_group
 from tests.training.test_fused import assert_close, assert_same_groups, make_program, snapshot
 from tests.training.test_step import ADAM, CONFIG, GRADIENT, Run, batch_of
 
@@ -79,17 +82,25 @@ def step(name: str, sizes: dict[str, int], **changes: Any) -> Any:
     prompts = [[1, 2, 3], [9, 8, 7, 6, 5], [100]]
     found = engine.sample(prompts, params=GREEDY, num_samples=2, request_ids=[1, 2, 3])
     tokens = [[list(sample.tokens) for sample in samples] for samples in found]
-    metrics = run(batch_of(model))
-    return jax.device_get(run.state.params), metrics, tokens
+    batch = batch_of(model)
+    if model.num_experts:  # half of the choices are replayed, half are the router's
+        rng = np.random.default_rng(0)
+        shape = (*batch.tokens.shape, model.num_layers, model.experts_per_token)
+        experts = rng.integers(0, model.num_experts, shape)
+        experts = np.where(rng.random(shape) < 0.5, -1, experts).astype(np.int16)
+        batch = dataclasses.replace(batch, experts=experts)
+    metrics = run(batch)
+    return fetch(run.state.params), metrics, tokens
 
 
 @functools.cache
-def alone(name: str) -> Any:
-    return step(name, {"data": 1})
+def alone(name: str, **changes: Any) -> Any:
+    return step(name, {"data": 1}, **changes)
 
 
-def assert_is_that_of_one_device(name: str, found: Any) -> None:
-    (params, metrics, tokens), (expected, expected_metrics, expected_tokens) = found, alone(name)
+def assert_is_that_of_one_device(name: str, found: Any, **changes: Any) -> None:
+    params, metrics, tokens = found
+    expected, expected_metrics, expected_tokens = alone(name, **changes)
     assert tokens == expected_tokens
     assert metrics.keys() == expected_metrics.keys()
     for key, value in metrics.items():
@@ -128,18 +139,56 @@ def test_a_step_of_the_fused_schedule_is_that_of_one_device(name, sizes):
     assert_close(params, expected[2])
 
 
+TOGETHER = """
+import pathlib, pickle, sys
+from rlvr_jax.distributed import processes
+from rlvr_jax.distributed.mesh import make_mesh
+from rlvr_jax.errors import ConfigError
+with processes.joined():
+    from rlvr_jax.training.sft import _check_row_shards
+    from tests.training.test_meshes import ACROSS, WITHIN, step
+    found = [step("dense", sizes) for sizes in (WITHIN, ACROSS)]
+    if processes.is_first():
+        pathlib.Path(sys.argv[1]).write_bytes(pickle.dumps(found))
+    # Fine-tuning, where a process reads its own rows, needs all columns of them.
+    _check_row_shards(make_mesh(**WITHIN))
+    try:
+        _check_row_shards(make_mesh(**ACROSS))
+    except ConfigError as error:
+        assert "1 of 1 shards of a batch's rows; expected 1 / 2 processes" in str(error), error
+    else:
+        raise AssertionError("a process that has half of its rows was not refused")
+"""
+WITHIN, ACROSS = {"data": 2, "context": 4}, {"data": 1, "context": 8}  # two processes of four
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_devices_of_two_processes_may_share_rows(tmp_path):
+    with process_group("-c", TOGETHER, tmp_path / "found", folder=tmp_path) as group:
+        assert group.wait(600) == [0, 0], group.log(0)[-3000:] + group.log(1)[-3000:]
+    for found in pickle.loads((tmp_path / "found").read_bytes()):
+        assert_is_that_of_one_device("dense", found)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sizes", "changes"),
     [
         ("windows", {"data": 2, "context": 4}, {"remat": "none"}),
         ("dense", {"data": 2, "context": 4}, {"micro_rows": 2}),
-        ("moe", {"data": 1, "fsdp": 2, "context": 2, "expert": 2}, {"micro_rows": 4}),
+        (
+            "moe",
+            {"data": 1, "fsdp": 2, "context": 2, "expert": 2},
+            {"micro_rows": 4, "router_aux_loss_coef": 0.1},
+        ),
     ],
     ids=str,
 )
-def test_cut_rows_go_with_windows_micro_batches_and_remat(name, sizes, changes):
-    assert_is_that_of_one_device(name, step(name, sizes, **changes))
+def test_cut_rows_go_with_windows_micro_batches_remat_and_the_loss_of_routers(name, sizes, changes):
+    assert_is_that_of_one_device(
+        name, step(name, sizes, **changes), **{k: v for k, v in changes.items() if "coef" in k}
+    )
 
 
 @pytest.mark.parametrize("sizes", [{"data": 1, "context": 8}, {"data": 2, "context": 4}], ids=str)
