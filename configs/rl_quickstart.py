@@ -89,7 +89,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config.adapter = ConfigDict(
         dict(rank=0, alpha=16.0, targets="layers/(attn|mlp)/.*", dora=False)
     )
-    config.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1, expert=1))
+    config.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1, expert=1, context=1))
     config.verifiers = ConfigDict(dict(num_workers=2, timeout_s=5.0))
     config.checkpoint = ConfigDict(dict(every=20, keep=2))
     config.eval = ConfigDict(dict(tasks_per_domain=24, num_samples=8))

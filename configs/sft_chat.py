@@ -64,7 +64,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config.adapter = ConfigDict(
         dict(rank=0, alpha=16.0, targets="layers/(attn|mlp)/.*", dora=False)
     )
-    config.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1, expert=1))
+    config.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1, expert=1, context=1))
     # Steps between two; 0 leaves only the one at the end.
     config.checkpoint = ConfigDict(dict(every=20, keep=2))
     config.eval = ConfigDict(dict(every=20))

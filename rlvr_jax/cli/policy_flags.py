@@ -49,7 +49,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--mesh",
         type=_sizes,
-        metavar="DATA,FSDP,TENSOR[,EXPERT]",
+        metavar="DATA,FSDP,TENSOR[,EXPERT[,CONTEXT]]",
         help="how devices are arranged, -1 taking the rest (the run's, or -1,1,1)",
     )
     group.add_argument(
@@ -140,11 +140,11 @@ def policy_of(args: argparse.Namespace, run: RunConfig) -> Policy:
 
 
 def _sizes(text: str) -> dict[str, int]:
-    """``1,-1,1`` or ``1,-1,1,1`` -> sizes of the mesh's axes; that of the experts comes last."""
-    names = ("data", "fsdp", "tensor", "expert")[: max(3, text.count(",") + 1)]
+    """``1,-1,1``, ``1,-1,1,1`` or ``1,-1,1,1,1`` -> sizes of the mesh's axes, in the order of the flag."""
+    names = ("data", "fsdp", "tensor", "expert", "context")[: max(3, text.count(",") + 1)]
     try:
         return dict(zip(names, map(int, text.split(",")), strict=True))
     except ValueError:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not three or four whole numbers, such as 1,-1,1"
+            f"{text!r} is not three to five whole numbers, such as 1,-1,1"
         ) from None

@@ -1,7 +1,7 @@
 """The mesh: which devices, in which shape.
 
-Axes ``data`` (replicas), ``fsdp`` (sharded replicas), ``expert`` (of a mixture: the experts are divided over it) and
-``tensor`` (every product is divided over it).
+Axes ``data`` (replicas), ``fsdp`` (sharded replicas), ``expert`` (of a mixture: the experts are divided over it),
+``context`` (the tokens of a row are divided over it) and ``tensor`` (every product is divided over it).
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ from collections.abc import Sequence
 
 import jax
 
-MESH_AXES = ("data", "fsdp", "expert", "tensor")  # neighbours last: they exchange most
+MESH_AXES = ("data", "fsdp", "expert", "context", "tensor")  # neighbours last: they exchange most
 ROW_AXES = ("data", "fsdp", "expert")  # over which the rows of a batch are spread
+# Over which its tokens are: the columns of a row over context. The sampler, which has one column at a time, spreads
+# its rows over all of them.
+TOKEN_AXES = (*ROW_AXES, "context")
 
 
 def make_mesh(
@@ -20,20 +23,21 @@ def make_mesh(
     fsdp: int = 1,
     tensor: int = 1,
     expert: int = 1,
+    context: int = 1,
     *,
     devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
 ) -> jax.sharding.Mesh:
     """Arranges the devices of all processes.
 
     Args:
-      data, fsdp, tensor, expert: sizes of the axes; at most one is -1 and takes what is left.
+      data, fsdp, tensor, expert, context: sizes of the axes; at most one is -1 and takes what is left.
       devices: all of ``jax.devices()`` by default.
 
     Raises:
       ValueError: when the sizes do not multiply to the number of devices.
     """
     devices = list(jax.devices() if devices is None else devices)
-    sizes = [data, fsdp, expert, tensor]
+    sizes = [data, fsdp, expert, context, tensor]
     asked = dict(zip(MESH_AXES, sizes, strict=True))
     known = math.prod(size for size in sizes if size != -1)
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
@@ -57,3 +61,13 @@ def make_mesh(
 def num_row_shards(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> int:
     """Over how many shards the rows of a batch are spread; batch sizes must be multiples of it."""
     return math.prod(mesh.shape[axis] for axis in ROW_AXES)
+
+
+def num_column_shards(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> int:
+    """Over how many shards the tokens of a row are spread; the length of rows must be a multiple of it."""
+    return mesh.shape["context"]
+
+
+def num_token_shards(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> int:
+    """Over how many shards the tokens of a batch are spread, and the rows of the sampler."""
+    return num_row_shards(mesh) * num_column_shards(mesh)

@@ -14,19 +14,21 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from rlvr_jax.distributed.mesh import ROW_AXES, num_row_shards
+from rlvr_jax.distributed.mesh import ROW_AXES, TOKEN_AXES, num_token_shards
 
 # Rows lie on the expert axis too: outside of the experts its devices would all compute the same. And what is not an
-# expert's lies there as on fsdp, since it would be there as many times otherwise.
+# expert's lies there as on fsdp, since it would be there as many times otherwise; all weights lie so on context.
 RULES: dict[str, str | tuple[str, ...] | None] = {
     "rows": ROW_AXES,
+    "columns": "context",
+    "tokens": TOKEN_AXES,
     "vocab": "tensor",
-    "embed": ("fsdp", "expert"),
+    "embed": ("fsdp", "expert", "context"),
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
     "experts": "expert",
-    "expert_embed": "fsdp",
+    "expert_embed": ("fsdp", "context"),
     "layers": None,
 }
 
@@ -41,8 +43,18 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def row_sharding(mesh: Mesh) -> NamedSharding:
-    """Of every array of a batch: rows spread over data, fsdp and expert."""
+    """Of arrays with a row for each prompt or sequence: rows spread over data, fsdp and expert."""
     return NamedSharding(mesh, spec("rows"))
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Of every array of a batch [B, T]: rows as in ``row_sharding``, the tokens of a row over context."""
+    return NamedSharding(mesh, spec("rows", "columns"))
+
+
+def sampler_sharding(mesh: Mesh) -> NamedSharding:
+    """Of the sampler's arrays: rows over all axes but tensor, since it has one token of a row at a time."""
+    return NamedSharding(mesh, spec("tokens"))
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
@@ -53,18 +65,21 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, spec(*axes))
 
 
-def per_row_shard(function: Callable[..., Any], axes: tuple[str | None, ...]) -> Callable[..., Any]:
-    """``function(shared, *rows)`` run by every shard of the rows on its own, under the mesh in force.
+def per_token_shard(
+    function: Callable[..., Any], axes: tuple[str | None, ...]
+) -> Callable[..., Any]:
+    """``function(shared, *rows)`` run by every shard of the tokens on its own, under the mesh in force.
 
     Args:
       function: gets ``shared`` whole (but for the ``tensor`` axis, which stays with the partitioner): it is gathered
-        once before, and its gradient added up and scattered once after. What it returns has rows in front.
+        once before, and its gradient added up and scattered once after. What else it gets, and what it returns, has
+        rows and columns in front.
       axes: the logical axes of ``shared``.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or num_row_shards(mesh) == 1:
+    if mesh.empty or num_token_shards(mesh) == 1:
         return function
-    spread = [axis if set(np.atleast_1d(axis)) <= set(ROW_AXES) else None for axis in spec(*axes)]
+    spread = [axis if set(np.atleast_1d(axis)) <= set(TOKEN_AXES) else None for axis in spec(*axes)]
 
     def of_shard(shared: jax.Array, *rows: Any) -> Any:
         for dimension, axis in enumerate(spread):
@@ -75,9 +90,9 @@ def per_row_shard(function: Callable[..., Any], axes: tuple[str | None, ...]) ->
     def mapped(shared: jax.Array, *rows: Any) -> Any:
         return jax.shard_map(
             of_shard,
-            in_specs=(P(*spread), *[spec("rows")] * len(rows)),
-            out_specs=spec("rows"),
-            axis_names=set(ROW_AXES),
+            in_specs=(P(*spread), *[spec("rows", "columns")] * len(rows)),
+            out_specs=spec("rows", "columns"),
+            axis_names=set(TOKEN_AXES),
             check_vma=False,
         )(shared, *rows)
 

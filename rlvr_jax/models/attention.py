@@ -86,27 +86,46 @@ def _to_flat(x: jax.Array) -> jax.Array:
     return x.swapaxes(1, 2).reshape(B * Q, K, R)
 
 
-def row_masks(segment_ids: jax.Array, prefix_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+class Keys(NamedTuple):
+    """The keys of rows of which only some tokens ask.
+
+    segment_ids: int32[B, S], of the keys; columns: int32[B, Q], where among them the queries are.
+    """
+
+    segment_ids: jax.Array
+    columns: jax.Array
+
+
+def row_masks(
+    segment_ids: jax.Array, prefix_ids: jax.Array, keys: Keys | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Who sees whom in packed rows of token trees.
 
     A token sees all of the segment it continues, and the tokens up to itself in its own segment.
 
     Args:
-      segment_ids, prefix_ids: int32[B, T] as in ``TrainBatch``.
+      segment_ids, prefix_ids: int32[B, Q] as in ``TrainBatch``, of the queries.
+      keys: of the same rows; the queries themselves by default.
 
     Returns:
-      (prefix, own): bool[B, T, T] each, indexed [row, query, key]; they do not overlap.
+      (prefix, own): bool[B, Q, S] each, indexed [row, query, key]; they do not overlap.
     """
-    T = segment_ids.shape[1]
-    causal = jnp.tril(jnp.ones((T, T), bool))[None]
-    key = segment_ids[:, None, :]
+    if keys is None:
+        T = segment_ids.shape[1]
+        causal = jnp.tril(jnp.ones((T, T), bool))[None]
+        key = segment_ids[:, None, :]
+    else:
+        key = keys.segment_ids[:, None, :]
+        causal = keys.columns[:, :, None] >= jnp.arange(key.shape[2])[None, None, :]
     own = (segment_ids[:, :, None] == key) & (key > 0) & causal
     prefix = (prefix_ids[:, :, None] == key) & (key > 0)
     return prefix, own
 
 
-def key_bucket(length: int) -> int:
+def key_bucket(length: int, divisor: int = 1) -> int:
     """Smallest odd multiple of 16 (see below) that is at least ``length``: how many keys any stretch should have.
+
+    With a ``divisor`` it is rounded up to a multiple of that: the shards that the tokens of a row are spread over, say.
 
     XLA:CPU chooses among dot kernels, which add up in different orders, by the shape. The sampler and the trainer agree
     bit for bit, in float32 and bfloat16, when on every device
@@ -121,6 +140,6 @@ def key_bucket(length: int) -> int:
     holds both the agreement and the map of kernels, so that a change of XLA is noticed.
     """
     size = -(-max(length - 16, 0) // 32) * 32 + 16
-    if jax.__version_info__ < (0, 12):
-        return size
-    return {16: 48, 80: 112}.get(size, size)
+    if jax.__version_info__ >= (0, 12):
+        size = {16: 48, 80: 112}.get(size, size)
+    return -(-size // divisor) * divisor

@@ -25,8 +25,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from rlvr_jax.distributed.sharding import constrain
+from rlvr_jax.distributed.columns import flat_tokens, whole_rows
+from rlvr_jax.distributed.sharding import axis_size, constrain
 from rlvr_jax.models.attention import (
+    Keys,
     KeyValues,
     row_masks,
 )
@@ -209,7 +211,7 @@ class Decoder(nnx.Module):
         x = self.embed.embedding[...][tokens].astype(dtype)  # its gradient adds up in float32
         if self.config.embed_scale != 1.0:
             x = x * jnp.asarray(self.config.embed_scale, dtype)
-        return constrain(x, "rows", None)
+        return constrain(x, "tokens", None)
 
     def _rules(
         self, positions: jax.Array
@@ -341,25 +343,34 @@ def abstract_params(config: ModelConfig) -> Params:
 def attend_rows(
     segment_ids: jax.Array, prefix_ids: jax.Array, prefix_width: int | None = None
 ) -> Attend:
-    """``attend`` for packed rows; the flat tokens are those of int32[B, T] row by row. Keeps no cache.
+    """``attend`` for packed rows; the flat tokens are those of int32[B, T], as by ``flat_tokens``. Keeps no cache.
 
-    Prefix and own tokens are two stretches, as in the sampler, so that both add up in the same order.
+    Prefix and own tokens are two stretches, as in the sampler, so that both add up in the same order. On a mesh with a
+    context axis a device gathers the keys and values of its rows, and attends to them from its own tokens: scores are
+    divided over the axis, and evenly so, since masked ones are computed like the others.
 
     Args:
       segment_ids, prefix_ids: int32[B, T] as in ``TrainBatch``.
       prefix_width: the segments that others continue lie in the first so many columns, 0 if there are none; None if
         they lie anywhere. What is outside is not looked at, so it must be an upper bound.
     """
-    prefix, own = row_masks(segment_ids, prefix_ids)
-    B = segment_ids.shape[0]
+    B, T = segment_ids.shape
+    keys, shards = None, axis_size("context")
+    if shards > 1:
+        columns = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
+        segment_ids, prefix_ids, columns = map(flat_tokens, (segment_ids, prefix_ids, columns))
+        keys = Keys(whole_rows(segment_ids, B), columns.reshape(B * shards, -1))
+        segment_ids, prefix_ids = (x.reshape(B * shards, -1) for x in (segment_ids, prefix_ids))
+    prefix, own = row_masks(segment_ids, prefix_ids, keys)
     masks = [own] if prefix_width == 0 else [prefix[:, :, :prefix_width], own]
 
     def attend(
         q: jax.Array, k: jax.Array, v: jax.Array, cache: Any, rule: AttentionRule
     ) -> tuple[jax.Array, Any]:
-        k, v, at = by_head(k, B), by_head(v, B), rule.positions.reshape(B, -1)
+        k, v = (whole_rows(x, B).swapaxes(1, 2) for x in (k, v))
+        at, key_at = rule.positions.reshape(B * shards, -1), whole_rows(rule.positions, B)
         stretches = [
-            KeyValues(k[:, :, :width], v[:, :, :width], rule.near(mask, at, at[:, :width]))
+            KeyValues(k[:, :, :width], v[:, :, :width], rule.near(mask, at, key_at[:, :width]))
             for mask in masks
             for width in [mask.shape[2]]
         ]

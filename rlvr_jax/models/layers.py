@@ -156,11 +156,11 @@ class Layer(nnx.Module):
         """dtype[N, D] -> (dtype[N, D], cache, where the tokens went if there are experts); see ``Experts``."""
         pre, post = self.config.pre_norm, self.config.post_norm
         out, cache = self.attn(self.attn_norm(x) if pre else x, rope, attend, rule, cache)
-        x = constrain(x + (self.attn_post_norm(out) if post else out), "rows", None)
+        x = constrain(x + (self.attn_post_norm(out) if post else out), "tokens", None)
         out, routing = self.mlp_norm(x) if pre else x, None
         if self.config.num_experts:
             out, routing = self.experts(out, replayed)
         else:
             out = self.mlp(out)
-        x = constrain(x + (self.mlp_post_norm(out) if post else out), "rows", None)
+        x = constrain(x + (self.mlp_post_norm(out) if post else out), "tokens", None)
         return x, cache, routing

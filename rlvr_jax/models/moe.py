@@ -62,16 +62,16 @@ class Experts(nnx.Module):
         """dtype[N, D] -> (dtype[N, D], where the tokens went).
 
         Args:
-          x: the tokens; on a mesh, N must be divisible by the axes that rows are spread over.
+          x: the tokens; on a mesh, N must be divisible by the axes that tokens are spread over.
           replayed: int[N, k], experts to use instead of the router's choice, whose weights are still the router's;
             -1 where the router chooses.
         """
-        rows, into = ("rows", None), ("experts", None, "mlp")
+        flat, into = ("tokens", None), ("experts", None, "mlp")
         axes = {"gate": into, "up": into, "down": ("experts", "mlp", None), "ids": ("experts",)}
         mixture = per_device(
             functools.partial(_mixture, self.config),
-            arguments=(rows, (), axes, rows),
-            results=(rows, rows, rows),
+            arguments=(flat, (), axes, flat),
+            results=(flat, flat, flat),
         )
         kernels = {
             "gate": self.gate[...],

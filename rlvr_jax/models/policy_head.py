@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rlvr_jax.distributed.sharding import per_row_shard
+from rlvr_jax.distributed.columns import flat_tokens, take_columns
+from rlvr_jax.distributed.sharding import axis_size, per_token_shard
 from rlvr_jax.models.attention import MASKED
 from rlvr_jax.models.config import ModelConfig
 from rlvr_jax.models.decoder import Decoder, Params, attend_rows, bind
@@ -141,13 +142,13 @@ def replayed_logprobs(
     model = bind(config, params)
     replayed = None
     if batch.experts is not None:
-        replayed = jnp.moveaxis(batch.experts.reshape(-1, *batch.experts.shape[2:]), 1, 0)
+        replayed = jnp.moveaxis(flat_tokens(batch.experts), 1, 0)
     hidden, _, load = model.routed(
-        batch.tokens.reshape(-1),
-        batch.positions.reshape(-1),
+        flat_tokens(batch.tokens),
+        flat_tokens(batch.positions),
         attend_rows(batch.segment_ids, batch.prefix_ids, bounds.prefix_width),
         replayed=replayed,
-        observe=lambda routing: expert_load(routing, batch.loss_mask.reshape(-1) > 0),
+        observe=lambda routing: expert_load(routing, flat_tokens(batch.loss_mask) > 0),
         dtype=dtype,
         remat=remat,
     )
@@ -172,7 +173,7 @@ def target_logprobs(
     recomputes its logits in the backward pass.
 
     Args:
-      hidden: dtype[B * T, D].
+      hidden: dtype[B * T, D], in the order of ``flat_tokens``.
       batch: rows of token trees.
       num_targets: how many trained tokens a row has at most; more are not scored, so it must be an upper bound.
       chunk: how many tokens' logits a device holds at once (float32[chunk, V]).
@@ -181,18 +182,17 @@ def target_logprobs(
       (logprobs, entropy): float32[B, T], nats, 0 where ``loss_mask`` is 0.
     """
     B, T = batch.tokens.shape
+    num_targets += -num_targets % axis_size("context")  # every device has as many
     trained = batch.loss_mask > 0
     columns = jnp.argsort(jnp.where(trained, 0, 1), axis=1, stable=True)[:, :num_targets]
     parents = jnp.take_along_axis(batch.parents, columns, axis=1)
     targets = jnp.take_along_axis(batch.tokens, columns, axis=1)
-    states = jnp.take_along_axis(
-        hidden.reshape(B, T, -1), jnp.maximum(parents, 0)[:, :, None], axis=1
-    )
+    states = take_columns(hidden, jnp.maximum(parents, 0))
 
     def score(
         kernel: jax.Array, states: jax.Array, targets: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Of a device's rows: dtype[b, num_targets, D] and int32[b, num_targets] to two float32[b, num_targets]."""
+        """Of a device's rows: dtype[b, M, D] and int32[b, M] to two float32[b, M]; M is its part of num_targets."""
 
         @jax.checkpoint
         def score_chunk(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -210,9 +210,9 @@ def target_logprobs(
         )
         return jax.tree.map(lambda x: x.reshape(-1)[:count].reshape(targets.shape), scored)
 
-    # By hand over the rows: each device gathers the kernel once and adds its gradient up over its own chunks. Left to
+    # By hand over the tokens: each device gathers the kernel once and adds its gradient up over its own chunks. Left to
     # the partitioner, all devices exchange both anew in every chunk.
-    logprobs, entropy = per_row_shard(score, model.head_axes)(model.head_kernel, states, targets)
+    logprobs, entropy = per_token_shard(score, model.head_axes)(model.head_kernel, states, targets)
 
     def back(x: jax.Array) -> jax.Array:
         full = jnp.zeros((B, T), jnp.float32).at[jnp.arange(B)[:, None], columns].set(x)

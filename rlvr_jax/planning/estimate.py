@@ -73,7 +73,14 @@ def estimate_checked(
             f"train.micro_rows ({config.train.micro_rows}) must be divisible by the data, fsdp and expert axes "
             f"({shards}); change config.train.micro_rows or config.mesh"
         )
-    work = measure_work(config, prompt_tokens=prompt_tokens, num_shards=shards, on_cpu=False)
+    columns = mesh["context"]
+    work = measure_work(
+        config,
+        prompt_tokens=prompt_tokens,
+        num_shards=shards,
+        num_column_shards=columns,
+        on_cpu=False,
+    )
     params, opt_state = _state(model, tuple(mesh.items()))
     B, T = work.batch.tokens.shape
     micro_rows = min(config.train.micro_rows or B, B)
@@ -87,13 +94,13 @@ def estimate_checked(
         layers=model.num_layers,
         width=2 if config.dtype == "bfloat16" else 4,
         rows=micro_rows // shards,
-        length=T,
+        length=T // columns,
         keys=T + (T if work.bounds.prefix_width is None else work.bounds.prefix_width),
         pieces=B // micro_rows,
     )
     reference = uses_reference(config)
     phases = {
-        "rollout": formulas.rollout(model, work, sizes, mesh, shards),
+        "rollout": formulas.rollout(model, work, sizes, mesh, shards * columns),
         "reference": formulas.scoring(model, work, sizes, mesh, B // shards),
         "update": formulas.update(model, work, sizes, mesh, config.train.remat, B // shards),
     }

@@ -27,11 +27,12 @@ class Sizes:
 
     Attributes:
       policy, state: parameters, and the whole train state.
-      layer, head: parameters of one layer, and of embedding and head, gathered over fsdp; float32.
+      layer, head: parameters of one layer, and of embedding and head, gathered from where they are spread; float32.
       experts: the part of ``layer`` that is experts.
       layers: how many.
       width: of activations, bytes a number.
-      rows, length, keys: of a micro-batch; tokens of its rows, and keys that each of them is compared with.
+      rows, length, keys: of a micro-batch; tokens that a device has of each of its rows, and keys that each of them is
+        compared with.
       pieces: micro-batches of an update.
     """
 
@@ -62,7 +63,7 @@ def rollout(
     a_key = 2 * model.num_layers * model.num_kv_heads * model.head_dim * sizes.width / tensor
     caches = P * (S + work.group_size * R) * a_key
     weights = sizes.layers * sizes.layer * sizes.width / 4
-    gathers = mesh["fsdp"] * mesh["expert"] > 1
+    gathers = mesh["fsdp"] * mesh["expert"] * mesh["context"] > 1
     scores = P * model.num_heads / tensor * S**2 * 4
     steps = work.max_tokens
     found = _gathers(sizes, mesh, times=1, width=sizes.width) if gathers else []
@@ -94,7 +95,8 @@ def scoring(model: ModelConfig, work: Work, sizes: Sizes, mesh: dict[str, int], 
     scores, hidden, _, logits = _working_set(model, sizes, mesh, rows)
     found = _gathers(sizes, mesh, times=1, width=sizes.width) + _sums(model, sizes, mesh, rows, 2)
     found += _exchanges(model, sizes, mesh, rows * sizes.length, 1)
-    batch = _batch_bytes(work, rows)
+    found += _whole_rows(model, sizes, mesh, rows, 1)
+    batch = _batch_bytes(work, sizes, rows)
     return Phase(
         memory=_memory(
             arguments=sizes.policy + batch,
@@ -132,15 +134,17 @@ def update(
     in_layer += 2 * _experts_work(model, sizes, mesh, sizes.tokens)
     passes = sizes.pieces * (3 if remat == "full" else 2)
     found = _gathers(sizes, mesh, times=passes, width=4)
-    layers, copies = float(sizes.pieces * sizes.layers), mesh["fsdp"] * mesh["data"]
+    layers = float(sizes.pieces * sizes.layers)
+    copies = mesh["fsdp"] * mesh["data"] * mesh["context"]
     found += [
         ("all-reduce", sizes.layer - sizes.experts, layers, copies * mesh["expert"]),
         ("all-reduce", sizes.experts, layers, copies),
     ]
     # There and back in the forward pass, its recomputation and the backward pass.
     found += _exchanges(model, sizes, mesh, sizes.tokens, passes)
+    found += _whole_rows(model, sizes, mesh, sizes.rows, passes)
     found += _sums(model, sizes, mesh, sizes.rows, 6 * sizes.pieces)
-    batch = _batch_bytes(work, all_rows)
+    batch = _batch_bytes(work, sizes, all_rows)
     return Phase(
         memory=_memory(
             arguments=sizes.state + batch + 12,
@@ -194,17 +198,18 @@ def _experts_work(model: ModelConfig, sizes: Sizes, mesh: dict[str, int], tokens
     return rows * (model.embed_dim * (4 + sizes.width) + inner)
 
 
-def _batch_bytes(work: Work, rows: int) -> int:
+def _batch_bytes(work: Work, sizes: Sizes, rows: int) -> int:
     """Bytes of a minibatch on one device."""
-    return sum(4 * rows * leaf.shape[1] for leaf in jax.tree.leaves(work.batch))
+    return 4 * rows * sizes.length * len(jax.tree.leaves(work.batch))
 
 
 Found = list[tuple[str, float, float, int]]  # kind, bytes, count, group size
 
 
 def _gathers(sizes: Sizes, mesh: dict[str, int], *, times: int, width: int) -> Found:
-    """Of the weights: the layers one by one, embedding and head. Experts lie on fsdp only, the rest on expert too."""
-    fsdp, layers = mesh["fsdp"], float(times * sizes.layers)
+    """Of the weights: the layers one by one, embedding and head. All lie on fsdp and context,
+    all but the experts on expert too."""
+    fsdp, layers = mesh["fsdp"] * mesh["context"], float(times * sizes.layers)
     return [
         ("all-gather", (sizes.layer - sizes.experts) * width / 4, layers, fsdp * mesh["expert"]),
         ("all-gather", sizes.experts * width / 4, layers, fsdp),
@@ -222,6 +227,15 @@ def _exchanges(
         ("all-gather", everyones * sizes.width, count, expert),
         ("reduce-scatter", everyones * 4.0, count, expert),
     ]
+
+
+def _whole_rows(
+    model: ModelConfig, sizes: Sizes, mesh: dict[str, int], rows: int, times: int
+) -> Found:
+    """Of keys and values over the context axis."""
+    heads = 2 * model.num_kv_heads / mesh["tensor"] * model.head_dim
+    size = rows * sizes.length * mesh["context"] * heads * sizes.width
+    return [("all-gather", size, float(times * sizes.layers), mesh["context"])]
 
 
 def _sums(model: ModelConfig, sizes: Sizes, mesh: dict[str, int], rows: int, times: int) -> Found:

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from ml_collections import ConfigDict
 
-from rlvr_jax.distributed.mesh import make_mesh, num_row_shards
-from rlvr_jax.distributed.sharding import replicated, row_sharding
+from rlvr_jax.distributed.mesh import make_mesh, num_column_shards, num_row_shards
+from rlvr_jax.distributed.sharding import batch_sharding, replicated, sampler_sharding
 from rlvr_jax.models.config import ModelConfig
 from rlvr_jax.models.policy_head import LogitTransform
 from rlvr_jax.planning.work import Work, measure_work
@@ -56,9 +56,10 @@ class Programs:
 
     def trace(self, phase: str) -> Any:
         """``jax.stages.Traced`` of a phase: its ``jaxpr``, and ``lower()``."""
-        rows, whole, work = row_sharding(self.mesh), replicated(self.mesh), self.work
+        rows, whole, work = sampler_sharding(self.mesh), replicated(self.mesh), self.work
         learner, params = self.learner, self.state.params
-        batch = jax.tree.map(lambda x: _struct(x.shape, x.dtype, rows), work.batch)
+        of_batch = batch_sharding(self.mesh)
+        batch = jax.tree.map(lambda x: _struct(x.shape, x.dtype, of_batch), work.batch)
         with jax.set_mesh(self.mesh):
             if phase == "update":
                 return learner._update.trace(  # pyright: ignore[reportFunctionMemberAccess]
@@ -136,7 +137,13 @@ def make_programs(
         learner=learner,
         state=abstract_state(model, optimizer, mesh),
         sampling=sampling,
-        work=measure_work(config, prompt_tokens=prompt_tokens, num_shards=shards, on_cpu=on_cpu),
+        work=measure_work(
+            config,
+            prompt_tokens=prompt_tokens,
+            num_shards=shards,
+            num_column_shards=num_column_shards(mesh),
+            on_cpu=on_cpu,
+        ),
         phases=tuple(p for p in PHASES if p != "reference" or uses_reference(config)),
     )
 

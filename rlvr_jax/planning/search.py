@@ -113,10 +113,12 @@ def _candidates(
         shards = math.prod(axes.get(axis, 1) for axis in ROW_AXES)
         if axes["data"] > 1 and axes["fsdp"] > 1:
             continue  # replicas of shards: never less memory, seldom faster
-        per_shard = [1, 2, 4, 8, 16]
-        decode = sorted(
-            {min(samples, shards * config.rollout.group_size * n) for n in (1, 2, 4, 8)}
-        )
+        columns = axes.get("context", 1)
+        per_shard = (
+            [1, 2, 4, 8, 16] if columns == 1 else [1]
+        )  # a row is cut when it is all there is
+        at_once = shards * columns * config.rollout.group_size
+        decode = sorted({min(samples, at_once * n) for n in (1, 2, 4, 8)})
         for micro, remat, rows in itertools.product(per_shard, ("full", "dots", "none"), decode):
             yield {
                 **{f"mesh.{axis}": size for axis, size in axes.items()},

@@ -50,13 +50,21 @@ class Work:
     sampled_tokens: int
 
 
-def measure_work(config: ConfigDict, *, prompt_tokens: int, num_shards: int, on_cpu: bool) -> Work:
+def measure_work(
+    config: ConfigDict,
+    *,
+    prompt_tokens: int,
+    num_shards: int,
+    num_column_shards: int = 1,
+    on_cpu: bool,
+) -> Work:
     """The work of one step.
 
     Args:
       config: of a reinforcement learning run.
       prompt_tokens: of the longest prompt.
       num_shards: over how many shards the mesh spreads rows.
+      num_column_shards: over how many it spreads the tokens of a row; the sampler's rows are spread over both.
       on_cpu: whether the run itself is on CPU devices, where engine and trainer fill up small batches.
     """
     G, P, R = (
@@ -65,11 +73,14 @@ def measure_work(config: ConfigDict, *, prompt_tokens: int, num_shards: int, on_
         config.rollout.max_tokens,
     )
     num_groups = max(map(len, split(range(P), config.train.num_minibatches)))
-    needed, fields, bounds = _packed(num_groups, G, prompt_tokens, R, config.train.row_length)
+    needed, fields, bounds = _packed(
+        num_groups, G, prompt_tokens, R, config.train.row_length, num_column_shards
+    )
     least = (2 if on_cpu and not config.train.micro_rows else 1) * num_shards
     rows = bucket(max(needed, least), config.train.micro_rows or num_shards)
     per_call = min(P, max(1, config.rollout.max_rows // G))  # prompts that run_groups hands over
-    prompt_rows = _prompt_rows(per_call, G, config.rollout.max_rows, num_shards, on_cpu)
+    token_shards = num_shards * num_column_shards
+    prompt_rows = _prompt_rows(per_call, G, config.rollout.max_rows, token_shards, on_cpu)
     batch: Any = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), fields)
     minibatches = min(config.train.num_minibatches, P)
     return Work(
@@ -89,14 +100,19 @@ def measure_work(config: ConfigDict, *, prompt_tokens: int, num_shards: int, on_
 
 @functools.lru_cache(maxsize=64)  # a search asks for the same packing again and again
 def _packed(
-    num_groups: int, group_size: int, prompt_tokens: int, max_tokens: int, length: int
+    num_groups: int,
+    group_size: int,
+    prompt_tokens: int,
+    max_tokens: int,
+    length: int,
+    num_column_shards: int,
 ) -> tuple[int, Any, RowBounds]:
     """Rows that a minibatch needs, ShapeDtypeStructs of its fields, and their bounds."""
     groups = [_group(index, group_size, prompt_tokens, max_tokens) for index in range(num_groups)]
     batch = pack_groups(
         groups,
         [np.zeros(group_size, np.float32)] * num_groups,
-        length=key_bucket(row_length(groups, length)),
+        length=key_bucket(row_length(groups, length), num_column_shards),
     )
     needed = int(np.count_nonzero(np.asarray(batch.segment_ids).any(1)))
     fields = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlvr_jax.distributed.mesh import num_row_shards
+from rlvr_jax.distributed.mesh import num_token_shards
 from rlvr_jax.distributed.placement import fetch, put
-from rlvr_jax.distributed.sharding import replicated, row_sharding
+from rlvr_jax.distributed.sharding import replicated, sampler_sharding
 from rlvr_jax.models.attention import key_bucket
 from rlvr_jax.models.config import ModelConfig
 from rlvr_jax.models.decoder import Params, compiler_options
@@ -68,7 +68,7 @@ class Engine:
             )
         self.config, self.mesh, self.max_rows = config, mesh, max_rows
         self._decode = decode
-        rows: Any = row_sharding(mesh)
+        rows: Any = sampler_sharding(mesh)
         self._generate = jax.jit(
             functools.partial(
                 generate, config=config, dtype=jnp.dtype(dtype), record_experts=record_experts
@@ -124,12 +124,12 @@ class Engine:
 
     def _prompts_per_call(self, num_samples: int) -> int:
         """How many prompts' samples are decoded together: at most ``max_rows``, at least one prompt a shard."""
-        shards = num_row_shards(self.mesh)
+        shards = num_token_shards(self.mesh)
         return max(1, self.max_rows // num_samples // shards) * shards
 
     def _bucket(self, num_prompts: int, num_samples: int) -> int:
         """Rows of prompts of a batch, so that few shapes are compiled: a power of two a shard, or a full call."""
-        shards = num_row_shards(self.mesh)
+        shards = num_token_shards(self.mesh)
         rows = shards
         while rows < num_prompts:
             rows *= 2
@@ -152,7 +152,7 @@ class Engine:
         for row, (prompt, request_id) in enumerate(zip(prompts, request_ids, strict=True)):
             tokens[row, : len(prompt)] = prompt
             lengths[row], ids[row] = len(prompt), request_id
-        sharding = row_sharding(self.mesh)
+        sharding = sampler_sharding(self.mesh)
         arguments = put((tokens, lengths, ids), (sharding,) * 3)
         seed = put(np.uint32(params.seed), replicated(self.mesh))
         with jax.set_mesh(self.mesh):

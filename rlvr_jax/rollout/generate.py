@@ -101,7 +101,7 @@ def generate(
         prompt_experts = _kept(chosen, inside > 0)
     last = jnp.maximum(prompt_lengths - 1, 0)
     hidden = jnp.take_along_axis(hidden.reshape(P, S, -1), last[:, None, None], axis=1)[:, 0]
-    hidden = constrain(jnp.repeat(hidden, G, axis=0), "rows", None)
+    hidden = constrain(jnp.repeat(hidden, G, axis=0), "tokens", None)
     head = model.gathered_head()
 
     def next_tokens(hidden: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:

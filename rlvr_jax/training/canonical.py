@@ -196,7 +196,7 @@ def ppo_objective(
     batch = packing.pack_groups(
         groups,
         list(np.asarray(advantages)),
-        length=key_bucket(packing.row_length(groups, row_length)),
+        length=key_bucket(packing.row_length(groups, row_length), learner.num_column_shards),
         row_multiple=micro_rows or learner.num_shards,
         min_rows=learner.min_rows,
         mask_truncated=mask_truncated,

@@ -23,6 +23,7 @@ from jax.experimental import io_callback
 from jax.typing import ArrayLike
 
 from rlvr_jax.algorithms.shaping import filter_groups, overlong_penalty
+from rlvr_jax.distributed.mesh import ROW_AXES
 from rlvr_jax.distributed.placement import fetch, put
 from rlvr_jax.distributed.processes import DEADLINE_S, gather
 from rlvr_jax.distributed.sharding import constrain, replicated, row_sharding, spec
@@ -60,20 +61,23 @@ from rlvr_jax.types import (
 PIECE = 1 << 14  # int32s
 
 
-def lay_out(prompts: jax.Array, prompt_lengths: jax.Array, rollout: Rollout) -> TrainBatch:
+def lay_out(
+    prompts: jax.Array, prompt_lengths: jax.Array, rollout: Rollout, *, num_column_shards: int = 1
+) -> TrainBatch:
     """Prompts and their samples as token trees, one prompt a row, without leaving the device.
 
     Args:
       prompts: int32[P, S], right-padded; a row of length 0 is padding.
       prompt_lengths: int32[P].
       rollout: of the same prompts.
+      num_column_shards: over how many shards the tokens of a row are spread.
 
     Returns:
-      TrainBatch [P, T], T = key_bucket(S + G * R); advantages and reference log-probabilities are 0.
+      TrainBatch [P, T], T = key_bucket(S + G * R, num_column_shards); advantages and reference log-probabilities are 0.
     """
     P, S = prompts.shape
     _, G, R = rollout.tokens.shape
-    T = key_bucket(S + G * R)
+    T = key_bucket(S + G * R, num_column_shards)
     column = jnp.arange(S, dtype=jnp.int32)[None]
     in_prompt = column < prompt_lengths[:, None]
     index = jnp.arange(R, dtype=jnp.int32)[None, None]
@@ -117,16 +121,17 @@ def lay_out(prompts: jax.Array, prompt_lengths: jax.Array, rollout: Rollout) -> 
     )
 
 
-def resize(tree: Any, *, rows: int, num_shards: int) -> Any:
+def resize(tree: Any, *, rows: int, num_shards: int, axis: str = "rows") -> Any:
     """Arrays [num_shards * p, ...] -> [num_shards * rows, ...]: each shard's rows are cut, or filled up with zeros.
 
-    No data moves between the shards.
+    No data moves between the shards. ``axis`` is the logical axis that rows lie on afterwards: "rows", or "tokens" to
+    spread those of a shard over its context axis.
     """
 
     def one(x: jax.Array) -> jax.Array:
         x = x.reshape(num_shards, -1, *x.shape[1:])[:, :rows]
         x = jnp.pad(x, [(0, 0), (0, rows - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
-        return constrain(x.reshape(-1, *x.shape[2:]), "rows", *[None] * (x.ndim - 2))
+        return constrain(x.reshape(-1, *x.shape[2:]), axis, *[None] * (x.ndim - 2))
 
     return jax.tree.map(one, tree)
 
@@ -290,11 +295,12 @@ def judge_on_host(
         flat = tokens.reshape(-1)
         pieces = [flat[start : start + PIECE] for start in range(0, flat.size, PIECE)]
         answer = jax.ShapeDtypeStruct(lengths.shape, jnp.float32)
-        copy = jax.lax.axis_index("tensor")  # each shard of this axis holds the same rows
+        copy = jax.lax.axis_index(copies)
         scores, scored = io_callback(host, (answer, answer), copy, rows, lengths, *pieces)
-        return jax.lax.psum(scores, "tensor"), jax.lax.psum(scored, "tensor") > 0
+        return jax.lax.psum(scores, copies), jax.lax.psum(scored, copies) > 0
 
     by_row = spec("rows")
+    copies = tuple(axis for axis in mesh.axis_names if axis not in ROW_AXES)  # of the same rows
     return jax.shard_map(
         call,
         mesh=mesh,
@@ -408,7 +414,7 @@ def make_fused_step(
       deadline_s: for the verdicts of one shard of the rows.
     """
     mesh, config, model = learner.mesh, learner.config, learner.model
-    num_shards = learner.num_shards
+    num_shards, num_column_shards = learner.num_shards, learner.num_column_shards
     sized = functools.partial(resize, num_shards=num_shards)
     host = HostJudge(judge, tokenizer, mesh, deadline_s=deadline_s)
 
@@ -426,10 +432,10 @@ def make_fused_step(
         # Rows that only fill up, where fewer would add up in another order: not the trainer's, when sampling, and not
         # the sampler's, when training.
         own = prompts.shape[0] // num_shards
-        sampled = max(own, -(-min_rows(mesh) // group_size))
+        sampled = max(-(-own // num_column_shards), -(-min_rows(mesh) // group_size))
         trained_on = max(own, learner.min_rows // num_shards)
         padded, padded_lengths, padded_ids = sized(
-            (prompts, prompt_lengths, request_ids), rows=sampled
+            (prompts, prompt_lengths, request_ids), rows=sampled * num_column_shards, axis="tokens"
         )
         rollout = generate(
             policy_params(state.params, base, config.adapter),
@@ -462,7 +468,7 @@ def make_fused_step(
                 max_response_length=params.max_tokens,
                 buffer_length=overlong_buffer,
             )
-        batch = lay_out(prompts, prompt_lengths, samples)
+        batch = lay_out(prompts, prompt_lengths, samples, num_column_shards=num_column_shards)
         of_sample = trained.reshape(-1)[jnp.maximum(batch.sample_ids, 0)] & (batch.sample_ids >= 0)
         batch = dataclasses.replace(batch, loss_mask=jnp.where(of_sample, batch.loss_mask, 0.0))
         bounds = RowBounds(group_size * params.max_tokens, prefix_width=prompts.shape[1])

@@ -281,6 +281,7 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
                                 of_part,
                                 config,
                                 num_shards=learner.num_shards,
+                                num_column_shards=learner.num_column_shards,
                                 min_rows=learner.min_rows,
                             )
                             for part, of_part in zip(parts, advantages, strict=True)
@@ -542,13 +543,14 @@ def pack(
     config: ConfigDict,
     *,
     num_shards: int,
+    num_column_shards: int,
     min_rows: int,
 ) -> TrainBatch:
-    """The batch that groups are trained in, its rows a multiple of the shards or of a micro-batch."""
+    """The batch that groups are trained in, [rows, tokens] multiples of the shards, rows of a micro-batch at least."""
     return pack_groups(
         groups,
         advantages,
-        length=key_bucket(row_length(groups, config.train.row_length)),
+        length=key_bucket(row_length(groups, config.train.row_length), num_column_shards),
         row_multiple=config.train.micro_rows or num_shards,
         min_rows=min_rows,
         mask_truncated=config.algorithm.mask_truncated,

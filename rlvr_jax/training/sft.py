@@ -58,7 +58,7 @@ from rlvr_jax.training.state import (
     model_shardings,
     state_shardings,
 )
-from rlvr_jax.training.step import Metrics, gradient_step, policy_params
+from rlvr_jax.training.step import Metrics, check_columns, gradient_step, policy_params
 from rlvr_jax.training.workdir import open_workdir, preempted
 from rlvr_jax.types import TrainBatch, TrainState
 
@@ -108,6 +108,7 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
         check_layout(adapter, model)
     shardings = state_shardings(model, optimizer, mesh, adapter)
     _check_settings(config, model, num_row_shards(mesh))
+    check_columns(config.train.row_length, mesh)
     check_router(model, "train.router_aux_loss_coef", config.train.router_aux_loss_coef)
     _check_row_shards(mesh)
 
@@ -356,7 +357,7 @@ def sum_and_count(params: Params, pieces: TrainBatch, *, loss: Loss) -> jax.Arra
 
 def place_batch(batch: TrainBatch, *, mesh: jax.sharding.Mesh, num_pieces: int) -> TrainBatch:
     """This process's rows [B, T] -> its part of global arrays [num_pieces, B * processes / num_pieces, T]."""
-    sharding = NamedSharding(mesh, PartitionSpec(None, *spec("rows")))
+    sharding = NamedSharding(mesh, PartitionSpec(None, *spec("rows", "columns")))
 
     def place(rows: Any) -> jax.Array:
         pieces = rows.reshape(num_pieces, -1, rows.shape[-1])

@@ -27,9 +27,9 @@ from rlvr_jax.algorithms.objective import (
     merge_metrics,
     rl_objective,
 )
-from rlvr_jax.distributed.mesh import num_row_shards
+from rlvr_jax.distributed.mesh import num_column_shards, num_row_shards
 from rlvr_jax.distributed.placement import put
-from rlvr_jax.distributed.sharding import replicated, row_sharding
+from rlvr_jax.distributed.sharding import batch_sharding, replicated
 from rlvr_jax.models.adapters import AdapterConfig, with_adapters
 from rlvr_jax.models.attention import key_bucket
 from rlvr_jax.models.config import ModelConfig
@@ -319,6 +319,11 @@ class Learner:
         return num_row_shards(self.mesh)
 
     @property
+    def num_column_shards(self) -> int:
+        """Over how many shards the tokens of a row are spread."""
+        return num_column_shards(self.mesh)
+
+    @property
     def min_rows(self) -> int:
         """Fewest rows of a batch whose log-probabilities are the sampler's, bit for bit.
 
@@ -354,16 +359,21 @@ class Learner:
         """Puts the packed batches of a step on the mesh and adds what needs the device.
 
         Args:
-          batches: NumPy, rows a multiple of ``num_shards``.
+          batches: NumPy, rows a multiple of ``num_shards``, and their length of ``num_column_shards``.
           reference: frozen parameters; needed with ``use_reference``.
           scores: float[P, G] of each, NaN where there is no verdict; read when the KL goes into the reward.
           kl_coef: of that KL.
+
+        Raises:
+          ValueError: rows that the context axis of the mesh does not divide.
         """
+        for batch in batches:
+            check_columns(batch.tokens.shape[1], self.mesh)
         minibatches = [
             Minibatch(batch, row_bounds(batch), int(of_batch.size))
             for batch, of_batch in zip(batches, scores, strict=True)
         ]
-        placed = [put(batch, row_sharding(self.mesh)) for batch in batches]
+        placed = [put(batch, batch_sharding(self.mesh)) for batch in batches]
         with jax.set_mesh(self.mesh):
             if self.config.use_reference:
                 placed = [
@@ -426,7 +436,7 @@ def make_learner(
             f"train.micro_rows ({config.micro_rows}) must be divisible by the data, fsdp and expert axes ({shards}); "
             "change config.train.micro_rows or config.mesh"
         )
-    rows = row_sharding(mesh)
+    rows = batch_sharding(mesh)
     return Learner(
         model=model,
         optimizer=optimizer,
@@ -453,6 +463,16 @@ def make_learner(
             functools.partial(with_advantages, config=config), out_shardings=rows
         ),
     )
+
+
+def check_columns(length: int, mesh: jax.sharding.Mesh) -> None:
+    """Raises ValueError when rows of ``length`` tokens do not divide over the context axis."""
+    shards = num_column_shards(mesh)
+    if length % shards:
+        raise ValueError(
+            f"rows of {length} tokens (train.row_length) must be divisible by the context axis ({shards}); "
+            "change config.train.row_length or config.mesh.context"
+        )
 
 
 def row_bounds(batch: TrainBatch) -> RowBounds:

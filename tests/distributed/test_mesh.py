@@ -3,25 +3,34 @@
 import jax
 import pytest
 
-from rlvr_jax.distributed.mesh import make_mesh, num_row_shards
+from rlvr_jax.distributed.mesh import (
+    make_mesh,
+    num_column_shards,
+    num_row_shards,
+    num_token_shards,
+)
 
 
 @pytest.mark.parametrize(
     ("sizes", "shape"),
     [
-        ((), (8, 1, 1, 1)),
-        ((2, 2, 2), (2, 2, 1, 2)),
-        ((2, -1, 2), (2, 2, 1, 2)),
-        ((1, 1, -1), (1, 1, 1, 8)),
-        ((-1, 8, 1), (1, 8, 1, 1)),
-        ((1, 2, 2, -1), (1, 2, 2, 2)),
+        ((), (8, 1, 1, 1, 1)),
+        ((2, 2, 2), (2, 2, 1, 1, 2)),
+        ((2, -1, 2), (2, 2, 1, 1, 2)),
+        ((1, 1, -1), (1, 1, 1, 1, 8)),
+        ((-1, 8, 1), (1, 8, 1, 1, 1)),
+        ((1, 2, 2, -1), (1, 2, 2, 1, 2)),
+        ((1, 1, 2, 1, -1), (1, 1, 1, 4, 2)),
+        ((-1, 1, 1, 2, 2), (2, 1, 2, 2, 1)),
     ],
 )
 def test_minus_one_takes_what_is_left(sizes, shape):
     mesh = make_mesh(*sizes)
     assert tuple(mesh.shape.values()) == shape
-    assert mesh.axis_names == ("data", "fsdp", "expert", "tensor")
+    assert mesh.axis_names == ("data", "fsdp", "expert", "context", "tensor")
     assert num_row_shards(mesh) == shape[0] * shape[1] * shape[2]
+    assert num_column_shards(mesh) == shape[3]
+    assert num_token_shards(mesh) * shape[4] == 8
     assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
     assert sorted(device.id for device in mesh.devices.flat) == list(range(8))
 
@@ -39,6 +48,8 @@ def test_a_part_of_the_devices_can_be_taken():
         ((2, 2, 1), "needs 4 devices; there are 8"),
         ((16, 1, 1), "needs 16 devices; there are 8"),
         ((-1, -1, 1), "at most one of them -1"),
+        ((1, 1, 1, 1, 3), "'context': 3, 'tensor': 1} needs 3 devices; there are 8"),
+        ((-1, 1, 1, 1, -1), "at most one of them -1"),
         ((0, 1, 1), "must be >= 1"),
         ((-2, 1, 1), "must be >= 1"),
     ],

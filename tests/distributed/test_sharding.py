@@ -10,10 +10,12 @@ from jax.sharding import PartitionSpec as P
 from rlvr_jax.distributed.mesh import make_mesh
 from rlvr_jax.distributed.sharding import (
     RULES,
+    batch_sharding,
     constrain,
     param_shardings,
     replicated,
     row_sharding,
+    sampler_sharding,
     shardings_like,
     spec,
     tree_paths,
@@ -29,6 +31,8 @@ def test_logical_axes_become_mesh_axes():
         spec("no such axis")
     mesh = make_mesh(2, 2, 2)
     assert row_sharding(mesh).spec == P(("data", "fsdp", "expert"))
+    assert batch_sharding(mesh).spec == P(("data", "fsdp", "expert"), "context")
+    assert sampler_sharding(mesh).spec == P(("data", "fsdp", "expert", "context"))
     assert replicated(mesh).is_fully_replicated
     used = {axis for axes in RULES.values() if axes for axis in np.atleast_1d(axes)}
     assert used == set(mesh.axis_names)
@@ -37,8 +41,10 @@ def test_logical_axes_become_mesh_axes():
 def test_parameters_are_cut_by_their_axes():
     shardings = param_shardings(make_mesh(2, 2, 2), PARAMS, AXES)
     assert tree_paths(shardings).keys() == AXES.keys()
-    assert shardings["a"]["kernel"].spec == P(("fsdp", "expert"), "tensor")
+    assert shardings["a"]["kernel"].spec == P(("fsdp", "expert", "context"), "tensor")
     assert shardings["a"]["kernel"].shard_shape((4, 6)) == (2, 3)
+    on_context = param_shardings(make_mesh(2, 1, 1, 1, 4), PARAMS, AXES)["a"]["kernel"]
+    assert on_context.shard_shape((4, 6)) == (1, 6)
     assert shardings["b"]["scale"].is_fully_replicated
 
 
@@ -47,6 +53,7 @@ def test_parameters_are_cut_by_their_axes():
     [
         ((1, 8, 1), r"a/kernel: axis 'embed' of size 4 must be divisible by mesh axis fsdp \(8\)"),
         ((1, 2, 1, 4), r"a/kernel: axis 'embed' of size 4 must be .* axis fsdpxexpert \(8\)"),
+        ((1, 2, 1, 1, 4), r"a/kernel: axis 'embed' of size 4 must be .* axis fsdpxcontext \(8\)"),
         ((2, 1, 4), r"a/kernel: axis 'mlp' of size 6 must be divisible by mesh axis tensor \(4\)"),
     ],
 )

@@ -39,6 +39,7 @@ def test_memory_is_within_a_fifth_of_the_compiled_programs(
         (FSDP, {"row_length": 496, "micro_rows": 16, "remat": "none"}),
         ({"data": 1, "fsdp": 4, "tensor": 2}, {"row_length": 240, "micro_rows": 0}),
         ({"data": 8, "fsdp": 1, "tensor": 1}, {"row_length": 240, "micro_rows": 0}),
+        ({"data": 1, "fsdp": 2, "tensor": 1, "context": 4}, {"row_length": 496, "micro_rows": 8}),
     ],
 )
 @pytest.mark.parametrize("untied", [False, True])

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from rlvr_jax.distributed.sharding import row_sharding
+from rlvr_jax.distributed.sharding import batch_sharding
 from rlvr_jax.models.decoder import abstract_params
 from rlvr_jax.planning.measure import (
     SHALLOW,
@@ -31,7 +31,7 @@ def test_memory_is_that_of_the_real_step_on_real_arrays():
     params = load_pretrained(TINY).params
     state = init_state(model, params, learner.optimizer, learner.mesh, seed=0)
     batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), work.batch)
-    batch = jax.device_put(batch, row_sharding(learner.mesh))
+    batch = jax.device_put(batch, batch_sharding(learner.mesh))
     with jax.set_mesh(learner.mesh):
         real = learner._update.lower(
             state, batch, bounds=work.bounds, num_samples=work.num_samples

@@ -114,7 +114,7 @@ def test_the_table_is_for_people(capsys):
         (["--topology=v9:2x2"], "unknown topology 'v9:2x2'; expected local, v4:AxBxC"),
         (
             ["--topology=h100:8", "--config.mesh.fsdp=3"],
-            "mesh data=1, expert=1, fsdp=3, tensor=1 does not multiply to 8 devices; change config.mesh",
+            "mesh context=1, data=1, expert=1, fsdp=3, tensor=1 does not multiply to 8 devices; change config.mesh",
         ),
         (["--topology=h100:8", "--config.model=nowhere"], "published shape: Llama-3.1-70B"),
         (

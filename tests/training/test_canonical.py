@@ -146,6 +146,7 @@ def test_a_step_is_the_trainers_update_bit_for_bit(policy, mesh):
             trainer.step_advantages(loss.groups, config),
             config,
             num_shards=learner.num_shards,
+            num_column_shards=learner.num_column_shards,
             min_rows=learner.min_rows,
         ),
         reference.params,

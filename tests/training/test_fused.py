@@ -1,5 +1,6 @@
 """The fused schedule gives what the staged one gives, on any mesh, and no verifier can stop it."""
 
+import dataclasses
 import subprocess
 import sys
 import textwrap
@@ -18,7 +19,7 @@ from rlvr_jax.distributed.sharding import row_sharding
 from rlvr_jax.envs.single_turn import DomainJudge
 from rlvr_jax.errors import ConfigError
 from rlvr_jax.metrics import read_metrics
-from rlvr_jax.models.decoder import abstract_params
+from rlvr_jax.models.decoder import abstract_params, init_params
 from rlvr_jax.models.policy_head import LogitTransform
 from rlvr_jax.rewards.pool import VerifierPool
 from rlvr_jax.rollout import generate as rollout
@@ -138,10 +139,13 @@ class Program(NamedTuple):
     judge: list[Any]
 
 
-def make_program(mesh, deadline_s=5.0, **settings):
+def make_program(mesh, deadline_s=5.0, num_experts=0, **settings):
     config = override(get_config(), **settings)
     pretrained = load_pretrained(TINY)
-    model = pretrained.config
+    model, params = pretrained.config, pretrained.params
+    if num_experts:
+        model = dataclasses.replace(model, num_experts=num_experts, experts_per_token=2)
+        params = init_params(model, jax.random.key(0))
     optimizer = make_optimizer(OptimizerConfig(num_steps=3, **config.optimizer))
     sampling = rl.sampling_params(config, pretrained.tokenizer.stop_token_ids)
     learner = make_learner(
@@ -168,8 +172,8 @@ def make_program(mesh, deadline_s=5.0, **settings):
         mask_truncated=config.algorithm.mask_truncated,
         deadline_s=deadline_s,
     )
-    state = init_state(model, pretrained.params, optimizer, mesh, seed=0)
-    return Program(state, learner.place(pretrained.params), fused_step, judge)
+    state = init_state(model, params, optimizer, mesh, seed=0)
+    return Program(state, learner.place(params), fused_step, judge)
 
 
 def in_process(pairs):
@@ -230,6 +234,7 @@ def assert_survives(program, state, step):
         pytest.param(CUBE, id="2x2x2"),
         pytest.param({"data": 1, "fsdp": 8}, id="fsdp8", marks=pytest.mark.slow),
         pytest.param({"data": 8}, id="data8", marks=pytest.mark.slow),
+        pytest.param({"fsdp": 2, "context": 4, "data": 1}, id="cut", marks=pytest.mark.slow),
     ],
 )
 def test_on_eight_devices_fused_steps_give_the_same_and_survive_their_judge(staged, mesh):

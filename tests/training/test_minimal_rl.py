@@ -128,6 +128,7 @@ def test_one_gradient_is_that_of_the_real_trainer(samples):
             rl.step_advantages(groups, config),
             config,
             num_shards=1,
+            num_column_shards=1,
             min_rows=learner.min_rows,
         ),
         learner.place(start),

@@ -35,7 +35,14 @@ def one_device():
 
 
 def pack(groups, config):
-    return rl.pack(groups, rl.step_advantages(groups, config), config, num_shards=1, min_rows=1)
+    return rl.pack(
+        groups,
+        rl.step_advantages(groups, config),
+        config,
+        num_shards=1,
+        num_column_shards=1,
+        min_rows=1,
+    )
 
 
 def params_of(workdir):
@@ -176,7 +183,7 @@ def test_a_baseline_of_the_batch_is_that_of_the_step_and_not_of_a_minibatch(kl_i
     np.testing.assert_allclose(found, expected, rtol=1e-4)
     parts = [rl.shaped_scores(part, config) for part in rl.split(groups, 2)]
     batches = [
-        rl.pack(part, [np.zeros(2)], config, num_shards=1, min_rows=1)
+        rl.pack(part, [np.zeros(2)], config, num_shards=1, num_column_shards=1, min_rows=1)
         for part in rl.split(groups, 2)
     ]
     step_config = StepConfig(

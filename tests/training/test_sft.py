@@ -216,7 +216,10 @@ def test_the_gradient_is_the_same_for_any_number_of_pieces_and_any_mesh(step_inp
     total, count = jax.jit(functools.partial(sum_and_count, loss=loss))(params, pieces)
     assert count == np.sum(batch.loss_mask)
     np.testing.assert_allclose(whole_metrics["loss"], total / count, rtol=1e-5)
-    for num_pieces, mesh in ((4, make_mesh(devices=jax.devices()[:1])), (2, make_mesh(2, 2, 2))):
+    for num_pieces, mesh in (
+        (4, make_mesh(devices=jax.devices()[:1])),
+        (2, make_mesh(data=1, fsdp=2, context=2, tensor=2)),
+    ):
         split, metrics = one_step(params, batch, loss, num_pieces=num_pieces, mesh=mesh)
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), split.params, whole.params
@@ -260,6 +263,11 @@ def test_a_batch_that_teaches_nothing_or_breaks_changes_no_parameter(step_inputs
         ({"train__batch_rows": 6}, ConfigError, r"micro_rows \(6.*axes of the mesh \(8\)"),
         ({"train__micro_rows": 3}, ConfigError, r"batch_rows \(8\) must be a positive multiple"),
         ({"train__row_length": 4096}, ConfigError, r"row_length \(4096\) is more than the context"),
+        (
+            {"train__row_length": 100, "mesh__fsdp": 1, "mesh__context": 8},
+            ValueError,
+            r"rows of 100 tokens .* must be divisible by the context axis \(8\)",
+        ),
         ({"train__remat": "half"}, ConfigError, "train.remat is 'half'; expected one of"),
         ({"dtype": "float16"}, ConfigError, "dtype is 'float16'"),
         ({"num_steps": 0}, ConfigError, "num_steps is 0"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -65,8 +66,9 @@ def batch_of(config, *, seed=0, length=32, rows=8) -> TrainBatch:
 class Run:
     """A learner with its state: ``run(batch)`` is one update."""
 
-    def __init__(self, model, params, reference, *, optimizer, sizes=(1, 1, 1), **changes):
-        mesh = make_mesh(*sizes, devices=jax.devices()[: int(np.prod(sizes))])
+    def __init__(self, model, params, reference, *, optimizer, sizes=None, **changes):
+        sizes = sizes or {"data": 1}
+        mesh = make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
         shardings = state_shardings(model, optimizer, mesh)
         config = dataclasses.replace(CONFIG, **changes)
         self.learner = make_learner(model, optimizer, mesh, shardings, config)
@@ -90,14 +92,11 @@ def whole(tiny_config, params, reference):
 @pytest.mark.parametrize(
     ("sizes", "micro_rows"),
     [
-        ((1, 1, 1), 2),
-        ((2, 2, 2), 4),
-        pytest.param((8, 1, 1), 0, marks=pytest.mark.slow),
-        pytest.param((1, 1, 1), 1, marks=pytest.mark.slow),
-        pytest.param((1, 1, 1), 4, marks=pytest.mark.slow),
-        pytest.param((1, 4, 2), 0, marks=pytest.mark.slow),
-        pytest.param((4, 1, 2), 4, marks=pytest.mark.slow),
-        pytest.param((1, 8, 1), 0, marks=pytest.mark.slow),
+        ({"data": 1}, 2),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, 4),
+        pytest.param({"data": 1}, 1, marks=pytest.mark.slow),
+        pytest.param({"data": 1}, 4, marks=pytest.mark.slow),
+        pytest.param({"data": 4, "tensor": 2}, 4, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -377,7 +376,14 @@ def test_micro_batches_that_do_not_divide_are_refused_with_the_numbers(
     tiny_config, params, reference
 ):
     with pytest.raises(ValueError, match=r"micro_rows \(3\) must be divisible by .* axes \(4\)"):
-        Run(tiny_config, params, reference, optimizer=ADAM, sizes=(2, 2, 2), micro_rows=3)
+        Run(
+            tiny_config,
+            params,
+            reference,
+            optimizer=ADAM,
+            sizes={"data": 2, "fsdp": 2, "tensor": 2},
+            micro_rows=3,
+        )
     run = Run(tiny_config, params, reference, optimizer=ADAM, micro_rows=3)
     with pytest.raises(ValueError, match=r"8 rows must be divisible by train.micro_rows \(3\)"):
         run(batch_of(tiny_config))
