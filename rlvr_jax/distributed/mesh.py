@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 
 import jax
+from jax.experimental import mesh_utils
 
 MESH_AXES = ("data", "fsdp", "expert", "context", "tensor")  # neighbours last: they exchange most
 ROW_AXES = ("data", "fsdp", "expert")  # over which the rows of a batch are spread
@@ -50,12 +51,10 @@ def make_mesh(
             f"there are {len(devices)}: change config.mesh"
         )
     sizes = [len(devices) // known if size == -1 else size for size in sizes]
-    return jax.make_mesh(
-        tuple(sizes),
-        MESH_AXES,
-        axis_types=(jax.sharding.AxisType.Auto,) * len(MESH_AXES),
-        devices=devices,
-    )
+    # Not jax.make_mesh, which refuses an axis that is a part of one of a TPU's: tensor=4 on 8x8x8 chips.
+    arranged = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    auto = (jax.sharding.AxisType.Auto,) * len(MESH_AXES)
+    return jax.sharding.Mesh(arranged, MESH_AXES, axis_types=auto)
 
 
 def num_row_shards(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> int:

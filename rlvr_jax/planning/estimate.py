@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from ml_collections import ConfigDict
 
 from rlvr_jax.distributed.mesh import MESH_AXES, ROW_AXES
+from rlvr_jax.models.adapters import AdapterConfig, adapter_config
 from rlvr_jax.models.config import ModelConfig
 from rlvr_jax.models.decoder import abstract_params
 from rlvr_jax.planning import formulas
@@ -24,28 +25,45 @@ from rlvr_jax.planning.measure import Phase
 from rlvr_jax.planning.programs import PHASES, local_bytes
 from rlvr_jax.planning.work import measure_work
 from rlvr_jax.training.rl import check_settings, uses_reference
-from rlvr_jax.training.state import OptimizerConfig, make_optimizer, state_shardings
+from rlvr_jax.training.state import (
+    OptimizerConfig,
+    abstract_trained,
+    make_optimizer,
+    model_shardings,
+    state_shardings,
+)
 
 
 @functools.lru_cache(maxsize=256)  # a search asks for the same meshes again and again
-def _state(model: ModelConfig, sizes: tuple[tuple[str, int], ...]) -> tuple[Any, Any]:
-    """(params, optimizer state) as ShapeDtypeStructs, sharded over a mesh without devices."""
+def _state(
+    model: ModelConfig, sizes: tuple[tuple[str, int], ...], adapter: AdapterConfig | None
+) -> tuple[Any, Any, Any]:
+    """(all params, trained ones, optimizer state) as ShapeDtypeStructs, sharded over a mesh without devices."""
     names, numbers = zip(*sizes, strict=True)
     mesh: Any = AbstractMesh(numbers, names, axis_types=(AxisType.Auto,) * len(names))
     # The moments' shapes do not depend on the optimizer's settings.
     optimizer = make_optimizer(OptimizerConfig(learning_rate=0.0, num_steps=1))
-    params = abstract_params(model)
-    shardings = state_shardings(model, optimizer, mesh)
+    params, trained = abstract_params(model), abstract_trained(model, adapter)
+    shardings = state_shardings(model, optimizer, mesh, adapter)
 
     def put(leaf: Any, sharding: NamedSharding) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    opt_state = jax.eval_shape(optimizer.init, params)
-    return jax.tree.map(put, (params, opt_state), (shardings.params, shardings.opt_state))
+    opt_state = jax.eval_shape(optimizer.init, trained)
+    return jax.tree.map(
+        put,
+        (params, trained, opt_state),
+        (model_shardings(model, mesh), shardings.params, shardings.opt_state),
+    )
 
 
 def estimate(
-    config: ConfigDict, model: ModelConfig, mesh: dict[str, int], *, prompt_tokens: int
+    config: ConfigDict,
+    model: ModelConfig,
+    mesh: dict[str, int],
+    *,
+    prompt_tokens: int,
+    on_cpu: bool = False,
 ) -> dict[str, Phase]:
     """Every phase of a config, by formula.
 
@@ -54,16 +72,22 @@ def estimate(
       model: shape of its model.
       mesh: sizes of the axes.
       prompt_tokens: of the longest prompt.
+      on_cpu: as XLA:CPU would compile it; else as XLA:TPU.
 
     Raises:
       ConfigError, ValueError: what the trainer itself would refuse.
     """
     check_settings(config, _row_shards(mesh))
-    return estimate_checked(config, model, mesh, prompt_tokens=prompt_tokens)
+    return estimate_checked(config, model, mesh, prompt_tokens=prompt_tokens, on_cpu=on_cpu)
 
 
 def estimate_checked(
-    config: ConfigDict, model: ModelConfig, mesh: dict[str, int], *, prompt_tokens: int
+    config: ConfigDict,
+    model: ModelConfig,
+    mesh: dict[str, int],
+    *,
+    prompt_tokens: int,
+    on_cpu: bool = False,
 ) -> dict[str, Phase]:
     """``estimate`` of settings that work together; raises ValueError where something does not divide over the mesh."""
     mesh = {axis: mesh.get(axis, 1) for axis in MESH_AXES}
@@ -76,18 +100,22 @@ def estimate_checked(
     columns = mesh["context"]
     work = measure_work(
         config,
+        model,
         prompt_tokens=prompt_tokens,
         num_shards=shards,
         num_column_shards=columns,
-        on_cpu=False,
+        on_cpu=on_cpu,
     )
-    params, opt_state = _state(model, tuple(mesh.items()))
+    adapter, reference = adapter_config(**config.adapter), uses_reference(config)
+    params, trained, opt_state = _state(model, tuple(mesh.items()), adapter)
     B, T = work.batch.tokens.shape
     micro_rows = min(config.train.micro_rows or B, B)
     outer = {k: v for k, v in params.items() if k != "layers"}
     sizes = Sizes(
-        policy=local_bytes(params),
-        state=local_bytes((params, opt_state)),
+        model=local_bytes(params),
+        trained=local_bytes(trained),
+        state=local_bytes((trained, opt_state)),
+        base=0 if adapter is None else local_bytes(params),
         layer=_gathered(params["layers"], mesh) / model.num_layers,
         experts=_gathered(params["layers"].get("experts", {}), mesh) / model.num_layers,
         head=_gathered(outer, mesh),
@@ -97,17 +125,18 @@ def estimate_checked(
         length=T // columns,
         keys=T + (T if work.bounds.prefix_width is None else work.bounds.prefix_width),
         pieces=B // micro_rows,
+        on_cpu=on_cpu,
     )
-    reference = uses_reference(config)
+    frozen = sizes.model if reference or adapter is not None else 0
     phases = {
         "rollout": formulas.rollout(model, work, sizes, mesh, shards * columns),
         "reference": formulas.scoring(model, work, sizes, mesh, B // shards),
         "update": formulas.update(model, work, sizes, mesh, config.train.remat, B // shards),
     }
     resident = {
-        "rollout": sizes.state - sizes.policy + reference * sizes.policy,
+        "rollout": sizes.state - sizes.trained + frozen - sizes.base,
         "reference": sizes.state,
-        "update": reference * sizes.policy,
+        "update": frozen - sizes.base,
     }
     flops = step_flops(model, work, config.train.remat)
     return {

@@ -49,8 +49,11 @@ def matmul_flops(jaxpr: Any, *, while_trips: int = 1, expert_axis: int = 1) -> f
             )
         else:
             times = {"scan": params.get("length", 1), "while": while_trips}.get(name, 1)
-            if name == "shard_map":  # its jaxpr is that of one device
-                times = params["mesh"].size
+            if (
+                name == "shard_map"
+            ):  # its jaxpr is that of one device, but for axes that stay the partitioner's
+                axes = params.get("newly_manual_axes", params["mesh"].axis_names)
+                times = math.prod(params["mesh"].shape[axis] for axis in axes)
                 expert_axis = params["mesh"].shape["expert"]
             total += times * sum(
                 matmul_flops(inner, while_trips=while_trips, expert_axis=expert_axis)

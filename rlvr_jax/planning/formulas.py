@@ -1,12 +1,14 @@
-"""Each phase by formula: temporaries as XLA:CPU has them, least traffic, and the collectives that cannot be avoided.
+"""Each phase by formula: temporaries as XLA has them, least traffic, and the collectives that cannot be avoided.
 
 Temporaries are a handful of terms with factors fitted to compiled programs: gradients, what the backward pass keeps,
-scores of attention, the head's working set. tests/planning holds them within 20 % of the compiler's.
+scores of attention, the head's working set. Those of XLA:CPU, which tests/planning holds within 20 % of the compiler's,
+and those of XLA:TPU, which were compared with the configs that are shipped (docs/planning.md), differ in two factors.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -26,7 +28,9 @@ class Sizes:
     """What the formulas are made of, on one device; bytes where nothing is said.
 
     Attributes:
-      policy, state: parameters, and the whole train state.
+      model: all parameters.
+      trained, state: parameters that are trained, and with their moments.
+      base: the frozen parameters beside which adapters are trained; 0 without adapters.
       layer, head: parameters of one layer, and of embedding and head, gathered from where they are spread; float32.
       experts: the part of ``layer`` that is experts.
       layers: how many.
@@ -34,10 +38,13 @@ class Sizes:
       rows, length, keys: of a micro-batch; tokens that a device has of each of its rows, and keys that each of them is
         compared with.
       pieces: micro-batches of an update.
+      on_cpu: whether XLA:CPU compiles it.
     """
 
-    policy: int
+    model: int
+    trained: int
     state: int
+    base: int
     layer: float
     experts: float
     head: float
@@ -47,6 +54,7 @@ class Sizes:
     length: int
     keys: int
     pieces: int
+    on_cpu: bool
 
     @property
     def tokens(self) -> int:
@@ -74,10 +82,10 @@ def rollout(
     found += _exchanges(model, sizes, mesh, P * S, 1)
     return Phase(
         memory=_memory(
-            arguments=sizes.policy + 4 * P * (S + 2) + 4,
+            arguments=sizes.base + sizes.trained + 4 * P * (S + 2) + 4,
             outputs=P * work.group_size * (8 * work.max_tokens + 5),
             aliased=0,
-            temporaries=weights * (1 + gathers)
+            temporaries=weights * (2 if gathers and sizes.on_cpu else 1)
             + 1.3 * gathers * model.vocab_size * model.embed_dim / tensor * 4
             + 1.4 * caches
             + 4 * scores
@@ -99,11 +107,12 @@ def scoring(model: ModelConfig, work: Work, sizes: Sizes, mesh: dict[str, int], 
     batch = _batch_bytes(work, sizes, rows)
     return Phase(
         memory=_memory(
-            arguments=sizes.policy + batch,
+            arguments=sizes.model + batch,
             outputs=batch,
             aliased=0,
-            temporaries=2.05 * scores
+            temporaries=(2.05 if sizes.on_cpu else 1.3) * scores
             + 1.1 * hidden
+            + _whole_head(model, mesh) * sizes.width / 4
             + 2.5 * logits
             + _experts_work(model, sizes, mesh, rows * sizes.length),
         ),
@@ -130,6 +139,7 @@ def update(
     kept = sizes.layers * (hidden * sizes.width / 4 + a_layer)
     # The backward pass is in the head first, then in one layer after the other, with the head's gradient beside it.
     in_head = 1.05 * sizes.head + 2.5 * logits
+    whole_head = (2.9 if sizes.on_cpu else 2.0) * _whole_head(model, mesh)
     in_layer = (2.0 if remat == "none" else 4.1) * scores + hidden + 0.5 * (heads + sizes.head)
     in_layer += 2 * _experts_work(model, sizes, mesh, sizes.tokens)
     passes = sizes.pieces * (3 if remat == "full" else 2)
@@ -147,11 +157,12 @@ def update(
     batch = _batch_bytes(work, sizes, all_rows)
     return Phase(
         memory=_memory(
-            arguments=sizes.state + batch + 12,
+            arguments=sizes.state + sizes.base + batch + 12,
             outputs=sizes.state + 12,
             aliased=sizes.state + 12,
-            temporaries=sizes.policy * (2 if sizes.pieces > 1 else 1)
+            temporaries=sizes.trained * (2 if sizes.pieces > 1 else 1)
             + kept
+            + whole_head
             + max(in_head, in_layer),
         ),
         bytes=sizes.pieces
@@ -184,6 +195,11 @@ def _working_set(
     )
 
 
+def _whole_head(model: ModelConfig, mesh: dict[str, int]) -> float:
+    """Float32 bytes of the head, which every device of a tensor axis gathers; 0 where it has it in any case."""
+    return 4.0 * model.vocab_size * model.embed_dim if mesh.get("tensor", 1) > 1 else 0.0
+
+
 def _mlp_dim(model: ModelConfig) -> int:
     """Of what a token goes through: its experts' together."""
     return model.mlp_dim * max(1, model.experts_per_token)
@@ -200,7 +216,10 @@ def _experts_work(model: ModelConfig, sizes: Sizes, mesh: dict[str, int], tokens
 
 def _batch_bytes(work: Work, sizes: Sizes, rows: int) -> int:
     """Bytes of a minibatch on one device."""
-    return 4 * rows * sizes.length * len(jax.tree.leaves(work.batch))
+    return sum(
+        rows * sizes.length * math.prod(leaf.shape[2:]) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(work.batch)
+    )
 
 
 Found = list[tuple[str, float, float, int]]  # kind, bytes, count, group size

@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 
 from rlvr_jax.models.config import ModelConfig
 from rlvr_jax.planning.flops import matmul_flops
-from rlvr_jax.planning.programs import PHASES, Programs, make_programs
+from rlvr_jax.planning.programs import FUSED, PHASES, Programs, make_programs
 from rlvr_jax.planning.traffic import Collective, read_traffic
 
 SHALLOW = (2, 4)  # depths that the decode loop is extrapolated from
@@ -85,7 +85,8 @@ def measure(
     on_cpu: bool,
     shallow_decode: bool,
     say: Callable[[str], None],
-    only: Sequence[str] = PHASES,
+    only: Sequence[str] = (*PHASES, FUSED),
+    stop_token_ids: tuple[int, ...] = (0,),
 ) -> Measured:
     """Compiles the phases for the devices.
 
@@ -98,10 +99,18 @@ def measure(
       shallow_decode: extrapolate the rollout from two depths, if the model is deeper than twice that.
       say: told what is being compiled.
       only: these phases, of those that the config runs.
+      stop_token_ids: of the tokenizer.
     """
 
     def programs_of(shape: ModelConfig) -> Programs:
-        return make_programs(config, shape, devices, prompt_tokens=prompt_tokens, on_cpu=on_cpu)
+        return make_programs(
+            config,
+            shape,
+            devices,
+            prompt_tokens=prompt_tokens,
+            on_cpu=on_cpu,
+            stop_token_ids=stop_token_ids,
+        )
 
     programs = programs_of(model)
     phases: dict[str, Phase] = {}
@@ -176,8 +185,9 @@ def extrapolate(low: Phase, high: Phase, num_layers: int) -> Phase:
 
 def _compile(programs: Programs, name: str, say: Callable[[str], None], which: str = "") -> Phase:
     work = programs.work
-    trips = max(1, work.max_tokens - 1) if name == "rollout" else 1  # the first token is prefill's
-    say(f"compiling {name}{which} for {programs.mesh.size} devices")
+    # The first token is prefill's.
+    trips = max(1, work.max_tokens - 1) if name in ("rollout", FUSED) else 1
+    say(f"compiling {name}{which} for {programs.learner.mesh.size} devices")
     traced = programs.trace(name)
     compiled = traced.lower().compile()
     found = compiled.memory_analysis()
@@ -191,13 +201,14 @@ def _compile(programs: Programs, name: str, say: Callable[[str], None], which: s
             code=found.generated_code_size_in_bytes,
         ),
         resident_bytes=0,
-        flops=matmul_flops(traced.jaxpr.jaxpr, while_trips=trips) / programs.mesh.size,
+        flops=matmul_flops(traced.jaxpr.jaxpr, while_trips=trips) / programs.learner.mesh.size,
         bytes=traffic.bytes,
         collectives=traffic.collectives,
         runs={
             "rollout": work.rollout_calls,
             "reference": work.minibatches,
             "update": work.updates,
+            FUSED: 1,
         }[name],
         how="compiled",
         compile_s=0.0,

@@ -18,17 +18,26 @@ from rlvr_jax.planning.chips import CHIPS, Topology, chip_of_device, parse_topol
 from rlvr_jax.planning.estimate import estimate
 from rlvr_jax.planning.measure import Phase
 from rlvr_jax.planning.plan import USABLE, Plan
-from rlvr_jax.planning.search import WORTH_IT, apply, better_settings, flags, step_seconds
+from rlvr_jax.planning.programs import check_model
+from rlvr_jax.planning.search import (
+    WORTH_IT,
+    Found,
+    apply,
+    better_settings,
+    flags,
+    step_seconds,
+)
 from rlvr_jax.planning.shapes import model_shape
 from rlvr_jax.planning.targets import measure_on
 from rlvr_jax.tasks.curriculum import Curriculum
 from rlvr_jax.tasks.splits import held_out_tasks
 from rlvr_jax.text.byte_level import byte_level_tokenizer
 from rlvr_jax.text.chat import ChatTemplate
-from rlvr_jax.text.tokenizer import load_tokenizer
+from rlvr_jax.text.tokenizer import Tokenizer, load_tokenizer
 from rlvr_jax.training.policy import TINY
 
 PROMPT_TOKENS = 256  # where nothing says how long prompts are
+CONFIRMATIONS = 2  # proposals that are compiled, before the last one is said not to fit either
 ESTIMATED = "estimated from the shapes; nothing was compiled"
 
 
@@ -55,17 +64,14 @@ def make_plan(
       ConfigError, ValueError: an unknown topology, or what the trainer itself would refuse.
       WeightsError: no such model.
     """
-    if config.adapter.rank:
-        raise ConfigError(
-            f"adapter.rank is {config.adapter.rank}; a plan is of a run that trains all parameters: expected 0. "
-            "--config.adapter.rank=0 gives an upper bound"
-        )
     target = parse_topology(topology)
     chip, num_devices, memory_bytes = _device(target)
     shape = model_shape(config.model)
     mesh = mesh_sizes(config.mesh, num_devices)
+    check_model(config, shape.config)
+    tokenizer = find_tokenizer(config)
     if prompt_tokens is None:
-        prompt_tokens = longest_prompt(config)
+        prompt_tokens = PROMPT_TOKENS if tokenizer is None else longest_prompt(config, tokenizer)
     if prompt_tokens + config.rollout.max_tokens > shape.config.max_length:
         raise ConfigError(
             f"a prompt of {prompt_tokens} tokens and rollout.max_tokens={config.rollout.max_tokens} are past the "
@@ -75,7 +81,10 @@ def make_plan(
     def measured(settings: ConfigDict) -> tuple[dict[str, Phase], list[str]]:
         if estimate_only:
             sizes = mesh_sizes(settings.mesh, num_devices)
-            found = estimate(settings, shape.config, sizes, prompt_tokens=prompt_tokens)
+            on_cpu = target.chip is None and jax.devices()[0].platform == "cpu"
+            found = estimate(
+                settings, shape.config, sizes, prompt_tokens=prompt_tokens, on_cpu=on_cpu
+            )
             return found, [ESTIMATED]
         return measure_on(
             target,
@@ -84,6 +93,7 @@ def make_plan(
             prompt_tokens=prompt_tokens,
             whole_decode=whole_decode,
             say=say,
+            stop_token_ids=(0,) if tokenizer is None else tuple(tokenizer.stop_token_ids),
         )
 
     phases, notes = measured(config)
@@ -107,7 +117,9 @@ def make_plan(
     if chip is None or target.chip is None:
         return plan  # the devices are here: there is nothing to choose among before renting them
     say("searching for better settings")
-    found = better_settings(config, shape.config, mesh, prompt_tokens=prompt_tokens, chip=chip)
+    found = better_settings(
+        config, shape.config, mesh, prompt_tokens=prompt_tokens, chip=chip, measured=phases
+    )
     return dataclasses.replace(
         plan, suggestions=_suggestions(plan, config, shape.config, mesh, found, measured)
     )
@@ -131,16 +143,18 @@ def mesh_sizes(mesh: Any, num_devices: int) -> dict[str, int]:
     return filled
 
 
-def longest_prompt(config: ConfigDict) -> int:
-    """Tokens of the longest prompt among a step's tasks and the held-out ones; 256 when no tokenizer is at hand."""
+def find_tokenizer(config: ConfigDict) -> Tokenizer | None:
+    """The model's tokenizer; None where it is not at hand."""
+    if config.model == TINY:
+        return byte_level_tokenizer()
     try:
-        tokenizer = (
-            byte_level_tokenizer()
-            if config.model == TINY
-            else load_tokenizer(resolve_model(config.model))
-        )
+        return load_tokenizer(resolve_model(config.model))
     except WeightsError:
-        return PROMPT_TOKENS
+        return None
+
+
+def longest_prompt(config: ConfigDict, tokenizer: Tokenizer) -> int:
+    """Tokens of the longest prompt among the first step's tasks and the held-out ones."""
     chat, seed = ChatTemplate(tokenizer), config.seed
     curriculum = Curriculum(
         config.tasks.domains,
@@ -187,33 +201,47 @@ def _suggestions(
     config: ConfigDict,
     model: ModelConfig,
     mesh: dict[str, int],
-    found: dict[str, Any] | None,
+    found: Found,
     measured: Callable[[ConfigDict], tuple[dict[str, Phase], list[str]]],
 ) -> tuple[str, ...]:
     """What to change: where the plan does not fit, confirmed by compiling it; else what is estimated to be faster."""
     assert plan.chip is not None and plan.memory_bytes is not None
-    if found is None:
+    if not found.fits:
         if plan.fits:
             return ()
         return (
-            "no mesh, micro-batch or remat policy fits by estimate: lower config.tasks.tasks_per_step, raise "
-            "config.train.num_minibatches, lower config.rollout.max_tokens, or use more devices",
+            f"no mesh, batch or remat policy fits by estimate: the {found.phase} takes at least "
+            f"{found.peak_bytes / 2**30:.3g} GiB a device ({flags(found.overrides)}); lower "
+            "config.rollout.max_tokens, or use more devices, or larger ones",
         )
-    better = apply(config, found)
+    better = apply(config, found.overrides)
     if plan.fits:
         tokens = plan.assumptions["prompt_tokens"]
         now = estimate(config, model, mesh, prompt_tokens=tokens)
         sizes = mesh_sizes(better.mesh, plan.num_devices)
         then = estimate(better, model, sizes, prompt_tokens=tokens)
         ratio = step_seconds(then, plan.chip) / step_seconds(now, plan.chip)
-        if not found or ratio > WORTH_IT:
+        if not found.overrides or ratio > WORTH_IT:
             return ()
-        return (f"{flags(found)}: {1 - ratio:.0%} less time at best, by estimate",)
-    phases, _ = measured(better)
-    peak = max(phase.peak_bytes for phase in phases.values())
-    verdict = "fits" if peak <= USABLE * plan.memory_bytes else "does not fit either"
+        return (f"{flags(found.overrides)}: {1 - ratio:.0%} less time at best, by estimate",)
+    overrides, tokens = found.overrides, plan.assumptions["prompt_tokens"]
+    for attempt in range(CONFIRMATIONS):
+        phases, _ = measured(better)
+        peak = max(phase.peak_bytes for phase in phases.values())
+        fits = peak <= USABLE * plan.memory_bytes
+        if fits or attempt + 1 == CONFIRMATIONS:
+            break
+        sizes = mesh_sizes(better.mesh, plan.num_devices)
+        found = better_settings(
+            better, model, sizes, prompt_tokens=tokens, chip=plan.chip, measured=phases
+        )
+        if not found.fits or not found.overrides:
+            break
+        overrides = overrides | found.overrides
+        better = apply(better, found.overrides)
+    verdict = "fits" if fits else "does not fit either"
     how = "estimated" if phases["update"].how == "estimated" else "compiled"
     return (
-        f"{flags(found)}: {verdict} ({how}: peak {peak / 2**30:.3g} GiB, at best "
+        f"{flags(overrides)}: {verdict} ({how}: peak {peak / 2**30:.3g} GiB, at best "
         f"{step_seconds(phases, plan.chip):.3g} s a step)",
     )

@@ -1,8 +1,12 @@
-"""What to change: meshes, micro-batches and remat policies, ranked by the formulas of ``estimate``.
+"""What to change: meshes, batches and remat policies, ranked by the formulas of ``estimate``.
 
 Every factorisation of the devices over the mesh's axes is tried that the model and the batch divide over, with each
 size of a micro-batch, remat policy and engine batch that makes sense. Of those whose estimate fits, the one with the
-shortest step is proposed.
+shortest step is proposed. Where none fits, so are more updates of smaller parts of a step, then steps of fewer tasks:
+these change what is learnt.
+
+Where a plan was compiled, estimates of temporaries are multiplied by what the compiler made of the same phase over what
+the formulas had said of it.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
@@ -25,6 +29,22 @@ MARGIN = 0.85  # of the usable memory: what an estimate may be off
 WORTH_IT = 0.9  # a faster setting is proposed if its step takes at most this part
 
 
+class Found(NamedTuple):
+    """What a search ends with.
+
+    Attributes:
+      overrides: ``mesh.fsdp`` to its value, and so on, of what is to be changed.
+      peak_bytes: by estimate.
+      phase: in which.
+      fits: whether that is within the device's memory, with a margin.
+    """
+
+    overrides: dict[str, Any]
+    peak_bytes: int
+    phase: str
+    fits: bool
+
+
 def better_settings(
     config: ConfigDict,
     model: ModelConfig,
@@ -32,8 +52,9 @@ def better_settings(
     *,
     prompt_tokens: int,
     chip: str,
-) -> dict[str, Any] | None:
-    """Overrides (``mesh.fsdp`` to its value) whose estimate fits, with the shortest step; None where nothing fits.
+    measured: Mapping[str, Phase],
+) -> Found:
+    """The settings whose estimate fits with the shortest step; else those that come closest.
 
     Args:
       config: of a reinforcement learning run.
@@ -41,23 +62,35 @@ def better_settings(
       mesh: its axes, -1 filled up.
       prompt_tokens: of the longest prompt.
       chip: a name of ``CHIPS``.
+      measured: the phases of the config as it is, whose temporaries correct the formulas'.
     """
     room = USABLE * MARGIN * CHIPS[chip].memory_bytes
-    best: tuple[float, dict[str, Any]] | None = None
-    for overrides in _candidates(config, model, mesh):
-        try:
-            phases = _estimate(config, model, mesh, overrides, prompt_tokens)
-        except ValueError:
-            continue  # does not divide
-        if max(phase.peak_bytes for phase in phases.values()) > room:
-            continue
-        seconds = step_seconds(phases, chip)
-        if best is None or seconds < best[0]:
-            best = seconds, overrides
-    if best is None:
-        return None
     now = _flat(config, mesh)
-    return {name: value for name, value in best[1].items() if now[name] != value}
+    corrected = _corrections(measured, _estimate(config, model, mesh, {}, prompt_tokens))
+    closest: tuple[int, str, dict[str, Any]] | None = None
+    for batches in _batches(config):
+        best: tuple[float, int, str, dict[str, Any]] | None = None
+        for candidate in _candidates(config, model, mesh):
+            overrides = candidate | batches
+            try:
+                phases = _estimate(config, model, mesh, overrides, prompt_tokens)
+            except ValueError:
+                continue  # does not divide
+            peaks = {name: _peak(phase, corrected.get(name, 1.0)) for name, phase in phases.items()}
+            largest = max(peaks, key=lambda name: peaks[name])
+            if closest is None or peaks[largest] < closest[0]:
+                closest = peaks[largest], largest, overrides
+            if peaks[largest] > room:
+                continue
+            seconds = step_seconds(phases, chip)
+            if best is None or seconds < best[0]:
+                best = seconds, peaks[largest], largest, overrides
+        if best is not None:
+            _, peak, largest, overrides = best
+            return Found(_changes(overrides, now), peak, largest, True)
+    assert closest is not None, "the config itself was estimated"
+    peak, largest, overrides = closest
+    return Found(_changes(overrides, now), peak, largest, False)
 
 
 def step_seconds(phases: Mapping[str, Phase], chip: str) -> float:
@@ -90,13 +123,47 @@ def _estimate(
     return estimate_checked(apply(config, overrides), model, sizes, prompt_tokens=prompt_tokens)
 
 
+def _corrections(measured: Mapping[str, Phase], estimated: Mapping[str, Phase]) -> dict[str, float]:
+    """Phase -> temporaries of its program over those of the formulas."""
+    return {
+        name: measured[name].memory.temporaries / phase.memory.temporaries
+        for name, phase in estimated.items()
+        if name in measured and phase.memory.temporaries
+    }
+
+
+def _peak(phase: Phase, correction: float) -> int:
+    return phase.peak_bytes + round((correction - 1) * phase.memory.temporaries)
+
+
+def _changes(overrides: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in overrides.items() if now[name] != value}
+
+
+def _batches(config: ConfigDict) -> Iterator[dict[str, Any]]:
+    """The batches as they are, then smaller parts of a step, then smaller steps."""
+    tasks, parts = config.tasks.tasks_per_step, config.train.num_minibatches
+    yield {}
+    if config.schedule == "fused":
+        return  # one update a step
+    for factor in (2, 4, 8, 16):
+        if parts * factor <= tasks:
+            yield {"train.num_minibatches": parts * factor}
+    for factor in (2, 4, 8):
+        if tasks % factor == 0:
+            fewer = min(parts, tasks // factor)
+            yield {"tasks.tasks_per_step": tasks // factor, "train.num_minibatches": fewer}
+
+
 def _flat(config: ConfigDict, mesh: Mapping[str, int]) -> dict[str, Any]:
     """What the search may change, as it is."""
     return {
         **{f"mesh.{axis}": size for axis, size in mesh.items()},
         "train.micro_rows": config.train.micro_rows,
         "train.remat": config.train.remat,
+        "train.num_minibatches": config.train.num_minibatches,
         "rollout.max_rows": config.rollout.max_rows,
+        "tasks.tasks_per_step": config.tasks.tasks_per_step,
     }
 
 

@@ -24,6 +24,7 @@ from rlvr_jax.errors import ConfigError
 from rlvr_jax.models.config import ModelConfig
 from rlvr_jax.planning.chips import Topology
 from rlvr_jax.planning.measure import Measured, Phase, measure
+from rlvr_jax.planning.programs import FUSED, PHASES
 
 STAND_INS = "compiled for virtual CPU devices: temporaries and traffic are those of XLA:CPU"
 NO_LIBTPU = (
@@ -42,6 +43,7 @@ class Request:
     topology: str | None
     num_devices: int
     prompt_tokens: int
+    stop_token_ids: tuple[int, ...]
     shallow_decode: bool
     only: tuple[str, ...]
 
@@ -62,12 +64,14 @@ def measure_on(
     prompt_tokens: int,
     whole_decode: bool,
     say: Callable[[str], None],
+    stop_token_ids: tuple[int, ...],
 ) -> tuple[dict[str, Phase], list[str]]:
     """Compiles the phases of a config for a topology.
 
     Args:
       whole_decode: compile the decode loop at full depth, instead of extrapolating it from two depths.
       say: told what is going on.
+      stop_token_ids: of the tokenizer.
 
     Returns:
       (phases, notes on what was compiled for what).
@@ -85,6 +89,7 @@ def measure_on(
             on_cpu=on_cpu,
             shallow_decode=False,
             say=say,
+            stop_token_ids=stop_token_ids,
         )
         if found.refused:
             needs = ", ".join(f"{n} {b / 2**30:.1f} GiB" for n, b in found.refused.items())
@@ -101,13 +106,14 @@ def measure_on(
             topology=topology.name if tpu else None,
             num_devices=topology.num_devices,
             prompt_tokens=prompt_tokens,
+            stop_token_ids=stop_token_ids,
             shallow_decode=not whole_decode,
             only=tuple(only),
         )
         return _ask(request, say)
 
     libtpu = find_libtpu() if topology.platform == "tpu" else None
-    everything = ("rollout", "reference", "update")
+    everything = (*PHASES, FUSED)
     if libtpu is None:
         notes = [NO_LIBTPU] if topology.platform == "tpu" else []
         return ask(False, everything).phases, [*notes, STAND_INS]

@@ -10,13 +10,15 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
 from rlvr_jax.data.packing import bucket, pack_groups, row_length
 from rlvr_jax.models.attention import key_bucket
+from rlvr_jax.models.config import ModelConfig
 from rlvr_jax.models.policy_head import RowBounds
-from rlvr_jax.rollout.engine import MIN_ROWS_OF_A_CPU
+from rlvr_jax.rollout.engine import MIN_ROWS_OF_A_CPU, prompt_bucket
 from rlvr_jax.training.rl import split
 from rlvr_jax.training.step import row_bounds
 from rlvr_jax.types import Group, Reward, Task, TrainBatch, Trajectory
@@ -52,6 +54,7 @@ class Work:
 
 def measure_work(
     config: ConfigDict,
+    model: ModelConfig,
     *,
     prompt_tokens: int,
     num_shards: int,
@@ -62,6 +65,7 @@ def measure_work(
 
     Args:
       config: of a reinforcement learning run.
+      model: shape of its model; a mixture's replayed experts are part of a batch.
       prompt_tokens: of the longest prompt.
       num_shards: over how many shards the mesh spreads rows.
       num_column_shards: over how many it spreads the tokens of a row; the sampler's rows are spread over both.
@@ -79,9 +83,18 @@ def measure_work(
     least = (2 if on_cpu and not config.train.micro_rows else 1) * num_shards
     rows = bucket(max(needed, least), config.train.micro_rows or num_shards)
     per_call = min(P, max(1, config.rollout.max_rows // G))  # prompts that run_groups hands over
-    token_shards = num_shards * num_column_shards
-    prompt_rows = _prompt_rows(per_call, G, config.rollout.max_rows, token_shards, on_cpu)
+    prompt_rows = prompt_bucket(
+        per_call,
+        G,
+        max_rows=config.rollout.max_rows,
+        num_shards=num_shards * num_column_shards,
+        least_rows=MIN_ROWS_OF_A_CPU if on_cpu else 1,
+    )
     batch: Any = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), fields)
+    if config.rollout.router_replay:
+        chosen = (*batch.tokens.shape, model.num_layers, model.experts_per_token)
+        experts: Any = jax.ShapeDtypeStruct(chosen, jnp.int16)
+        batch = dataclasses.replace(batch, experts=experts)
     minibatches = min(config.train.num_minibatches, P)
     return Work(
         prompt_rows=prompt_rows,
@@ -117,18 +130,6 @@ def _packed(
     needed = int(np.count_nonzero(np.asarray(batch.segment_ids).any(1)))
     fields = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     return needed, fields, row_bounds(batch)
-
-
-def _prompt_rows(
-    num_prompts: int, group_size: int, max_rows: int, num_shards: int, on_cpu: bool
-) -> int:
-    """Rows of prompts of an engine call, as ``Engine`` chooses them."""
-    full = max(1, max_rows // group_size // num_shards) * num_shards
-    rows = num_shards
-    while rows < min(num_prompts, full):
-        rows *= 2
-    least = -(-MIN_ROWS_OF_A_CPU // group_size) * num_shards if on_cpu else 1
-    return max(min(rows, full), least)
 
 
 def _group(index: int, group_size: int, prompt_tokens: int, max_tokens: int) -> Group:

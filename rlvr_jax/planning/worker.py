@@ -39,6 +39,7 @@ def main() -> None:
             request.model,
             _devices(request),
             prompt_tokens=request.prompt_tokens,
+            stop_token_ids=request.stop_token_ids,
             on_cpu=False,
             shallow_decode=request.shallow_decode,
             say=lambda text: print(f"> {text}", file=sys.stderr, flush=True),

@@ -34,6 +34,27 @@ def min_rows(mesh: jax.sharding.Mesh) -> int:
     return MIN_ROWS_OF_A_CPU if mesh.devices.flat[0].platform == "cpu" else 1
 
 
+def prompts_per_call(num_samples: int, *, max_rows: int, num_shards: int) -> int:
+    """How many prompts' samples are decoded together: at most ``max_rows``, at least one prompt a shard."""
+    return max(1, max_rows // num_samples // num_shards) * num_shards
+
+
+def prompt_bucket(
+    num_prompts: int, num_samples: int, *, max_rows: int, num_shards: int, least_rows: int
+) -> int:
+    """Rows of prompts of a batch, so that few shapes are compiled: a power of two a shard, or a full call.
+
+    Args:
+      num_prompts: in the batch; no more than ``prompts_per_call``.
+      least_rows: samples that a shard decodes at least (``min_rows``).
+    """
+    rows = num_shards
+    while rows < num_prompts:
+        rows *= 2
+    rows = min(rows, prompts_per_call(num_samples, max_rows=max_rows, num_shards=num_shards))
+    return max(rows, -(-least_rows // num_samples) * num_shards)
+
+
 class Engine:
     """Samples from the policy.
 
@@ -122,19 +143,30 @@ class Engine:
             )
         return found
 
-    def _prompts_per_call(self, num_samples: int) -> int:
-        """How many prompts' samples are decoded together: at most ``max_rows``, at least one prompt a shard."""
-        shards = num_token_shards(self.mesh)
-        return max(1, self.max_rows // num_samples // shards) * shards
+    def trace(
+        self, num_rows: int, width: int, *, params: SamplingParams, num_samples: int
+    ) -> jax.stages.Traced:
+        """The program that samples from int32[num_rows, width] of prompts; weights may be shapes with shardings."""
+        rows = sampler_sharding(self.mesh)
 
-    def _bucket(self, num_prompts: int, num_samples: int) -> int:
-        """Rows of prompts of a batch, so that few shapes are compiled: a power of two a shard, or a full call."""
-        shards = num_token_shards(self.mesh)
-        rows = shards
-        while rows < num_prompts:
-            rows *= 2
-        rows = min(rows, self._prompts_per_call(num_samples))
-        return max(rows, -(-min_rows(self.mesh) // num_samples) * shards)
+        def of_prompts(dtype: Any, *shape: int) -> Any:
+            return jax.ShapeDtypeStruct((num_rows, *shape), dtype, sharding=rows)
+
+        seed = jax.ShapeDtypeStruct((), jnp.uint32, sharding=replicated(self.mesh))
+        with jax.set_mesh(self.mesh):
+            return self._generate.trace(
+                self._params,
+                of_prompts(jnp.int32, width),
+                of_prompts(jnp.int32),
+                of_prompts(jnp.uint32),
+                seed,
+                **_static(params, num_samples),
+            )
+
+    def _prompts_per_call(self, num_samples: int) -> int:
+        return prompts_per_call(
+            num_samples, max_rows=self.max_rows, num_shards=num_token_shards(self.mesh)
+        )
 
     def _dispatch(
         self,
@@ -144,7 +176,13 @@ class Engine:
         num_samples: int,
     ) -> tuple[Rollout, int]:
         """Starts one batch; returns its arrays (still being computed) and how many of its rows are real."""
-        rows = self._bucket(len(prompts), num_samples)
+        rows = prompt_bucket(
+            len(prompts),
+            num_samples,
+            max_rows=self.max_rows,
+            num_shards=num_token_shards(self.mesh),
+            least_rows=min_rows(self.mesh),
+        )
         width = key_bucket(max(map(len, prompts)))
         tokens = np.zeros((rows, width), np.int32)
         lengths = np.zeros((rows,), np.int32)
@@ -156,15 +194,7 @@ class Engine:
         arguments = put((tokens, lengths, ids), (sharding,) * 3)
         seed = put(np.uint32(params.seed), replicated(self.mesh))
         with jax.set_mesh(self.mesh):
-            rollout = self._generate(
-                self._params,
-                *arguments,
-                seed,
-                num_samples=num_samples,
-                max_tokens=params.max_tokens,
-                transform=LogitTransform.of(params),
-                stop_token_ids=tuple(params.stop_token_ids),
-            )
+            rollout = self._generate(self._params, *arguments, seed, **_static(params, num_samples))
         return rollout, len(prompts)
 
     def _completions(
@@ -245,3 +275,13 @@ class Engine:
                     f"prompt {index} has a token outside the vocabulary of {self.config.vocab_size}; "
                     "is the tokenizer that of this model?"
                 )
+
+
+def _static(params: SamplingParams, num_samples: int) -> dict[str, Any]:
+    """What ``generate`` is compiled for, beside shapes."""
+    return {
+        "num_samples": num_samples,
+        "max_tokens": params.max_tokens,
+        "transform": LogitTransform.of(params),
+        "stop_token_ids": tuple(params.stop_token_ids),
+    }

@@ -367,6 +367,39 @@ class FusedStep:
         self.host.share()
         return state, metrics, self._groups(tasks, prompts, rollout, step)
 
+    def trace(
+        self,
+        state: TrainState,
+        reference: Params | None,
+        num_tasks: int,
+        width: int,
+        *,
+        base: Params | None = None,
+    ) -> jax.stages.Traced:
+        """The program, for prompts int32[num_tasks, width]; weights may be shapes with shardings."""
+        mesh = self.learner.mesh
+
+        def of_tasks(dtype: Any, *shape: int) -> Any:
+            sharding = row_sharding(mesh)
+            return jax.ShapeDtypeStruct((num_tasks, *shape), dtype, sharding=sharding)
+
+        seed, kl_coef = (
+            jax.ShapeDtypeStruct((), dtype, sharding=replicated(mesh))
+            for dtype in (jnp.uint32, jnp.float32)
+        )
+        with jax.set_mesh(mesh):
+            return self._program.trace(  # pyright: ignore[reportFunctionMemberAccess]
+                state,
+                reference,
+                base,
+                of_tasks(jnp.int32, width),
+                of_tasks(jnp.int32),
+                of_tasks(jnp.uint32),
+                of_tasks(jnp.int32),
+                seed,
+                kl_coef,
+            )
+
     def _groups(
         self, tasks: Sequence[Task], prompts: Sequence[list[int]], rollout: Any, step: int
     ) -> list[Group]:

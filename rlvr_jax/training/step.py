@@ -412,6 +412,24 @@ class Learner:
                 num_samples=minibatch.num_samples,
             )
 
+    def trace_update(self, state: TrainState, minibatch: Minibatch, base: Params | None) -> Any:
+        """``jax.stages.Traced`` of ``train_step``; takes shapes with shardings as well as arrays, computes nothing."""
+        with jax.set_mesh(self.mesh):
+            return self._update.trace(  # pyright: ignore[reportFunctionMemberAccess]
+                state,
+                minibatch.batch,
+                base,
+                bounds=minibatch.bounds,
+                num_samples=minibatch.num_samples,
+            )
+
+    def trace_reference(self, minibatch: Minibatch, reference: Params) -> Any:
+        """The same of what ``prepare`` has the reference do."""
+        with jax.set_mesh(self.mesh):
+            return self._with_reference.trace(  # pyright: ignore[reportFunctionMemberAccess]
+                minibatch.batch, reference, bounds=minibatch.bounds
+            )
+
     @property
     def num_compiles(self) -> int:
         """How many shapes of the update were compiled so far."""

@@ -1,5 +1,8 @@
 """Meshes: sizes that fit the devices, and clear refusals of those that do not."""
 
+import dataclasses
+from typing import Any
+
 import jax
 import pytest
 
@@ -33,6 +36,29 @@ def test_minus_one_takes_what_is_left(sizes, shape):
     assert num_token_shards(mesh) * shape[4] == 8
     assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
     assert sorted(device.id for device in mesh.devices.flat) == list(range(8))
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """As much of a TPU device as an arrangement looks at."""
+
+    id: int
+    coords: tuple[int, int, int]
+    platform: str = "tpu"
+    device_kind: str = "TPU v5"
+    core_on_chip: int = 0
+    process_index: int = 0
+    slice_index: int = 0
+
+
+@pytest.mark.parametrize("sizes", [(1, 8, 4, 16), (1, 64, 8, 1)])
+def test_an_axis_may_be_a_part_of_one_of_a_tpus(sizes):
+    """tensor=4 of a torus of 8x8x8 chips."""
+    chips: Any = [Chip(i, (i % 8, i // 8 % 8, i // 64)) for i in range(512)]
+    mesh = make_mesh(*sizes, devices=chips)
+    data, fsdp, tensor, expert = sizes
+    assert tuple(mesh.shape.values()) == (data, fsdp, expert, 1, tensor)
+    assert sorted(chip.id for chip in mesh.devices.flat) == list(range(512))
 
 
 def test_a_part_of_the_devices_can_be_taken():

@@ -13,7 +13,7 @@ FSDP = {"data": 1, "fsdp": 8, "tensor": 1}
 def test_arguments_and_flops_are_those_of_the_compiled_programs(
     measured, small_config, small_model
 ):
-    found = estimate(small_config, small_model, FSDP, prompt_tokens=60)
+    found = estimate(small_config, small_model, FSDP, prompt_tokens=60, on_cpu=True)
     for name, phase in measured.items():
         assert found[name].memory.arguments == pytest.approx(phase.memory.arguments, rel=0.05)
         assert found[name].memory.aliased == pytest.approx(phase.memory.aliased, rel=0.01)
@@ -26,7 +26,7 @@ def test_arguments_and_flops_are_those_of_the_compiled_programs(
 def test_memory_is_within_a_fifth_of_the_compiled_programs(
     measured, small_config, small_model, name
 ):
-    found = estimate(small_config, small_model, FSDP, prompt_tokens=60)[name]
+    found = estimate(small_config, small_model, FSDP, prompt_tokens=60, on_cpu=True)[name]
     assert found.memory.total == pytest.approx(measured[name].memory.total, rel=0.2)
 
 
@@ -46,8 +46,6 @@ def test_memory_is_within_a_fifth_of_the_compiled_programs(
 def test_memory_is_within_a_fifth_for_other_sizes_and_meshes(
     small_config, small_model, mesh, settings, untied
 ):
-    if untied and mesh["tensor"] > 1:
-        pytest.xfail("an untied head over a tensor axis takes half more than the formula says")
     model = small_model
     if untied:
         model = ModelConfig(
@@ -63,7 +61,7 @@ def test_memory_is_within_a_fifth_for_other_sizes_and_meshes(
     config = small_config.copy_and_resolve_references().unlock()
     config.mesh.update(mesh)
     config.train.update(settings)
-    found = estimate(config, model, mesh, prompt_tokens=60)
+    found = estimate(config, model, mesh, prompt_tokens=60, on_cpu=True)
     phases = measure(
         config,
         model,

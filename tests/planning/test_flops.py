@@ -54,10 +54,13 @@ def test_xla_itself_counts_the_body_of_a_loop_once():
     assert analysis["flops"] < 2 * 2 * 64**3
 
 
-@pytest.mark.parametrize("remat", ["full", "dots", "none"])
-def test_the_formula_agrees_with_the_traced_step_functions(small_config, small_model, remat):
+@pytest.mark.parametrize(("remat", "tensor"), [("full", 1), ("dots", 1), ("none", 1), ("full", 2)])
+def test_the_formula_agrees_with_the_traced_step_functions(
+    small_config, small_model, remat, tensor
+):
     config = small_config.copy_and_resolve_references().unlock()
     config.train.remat = remat
+    config.mesh.update(fsdp=8 // tensor, tensor=tensor)
     programs = make_programs(config, small_model, jax.devices(), prompt_tokens=60, on_cpu=False)
     expected = step_flops(small_model, programs.work, remat)
     for phase in programs.phases:

@@ -20,6 +20,7 @@ from rlvr_jax.planning.programs import make_programs
 from rlvr_jax.planning.traffic import Collective
 from rlvr_jax.training.policy import TINY, load_pretrained
 from rlvr_jax.training.state import init_state
+from rlvr_jax.training.step import Minibatch
 from tests.training.toys import get_config
 
 
@@ -32,10 +33,8 @@ def test_memory_is_that_of_the_real_step_on_real_arrays():
     state = init_state(model, params, learner.optimizer, learner.mesh, seed=0)
     batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), work.batch)
     batch = jax.device_put(batch, batch_sharding(learner.mesh))
-    with jax.set_mesh(learner.mesh):
-        real = learner._update.lower(
-            state, batch, bounds=work.bounds, num_samples=work.num_samples
-        ).compile()
+    minibatch = Minibatch(batch, work.bounds, work.num_samples)
+    real = learner.trace_update(state, minibatch, None).lower().compile()
     planned = programs.trace("update").lower().compile()
     for name in ("argument", "output", "alias", "temp"):
         field = f"{name}_size_in_bytes"

@@ -1,6 +1,7 @@
 """``rlvr plan`` as a user meets it."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -11,15 +12,17 @@ from rlvr_jax.cli.main import main as rlvr
 from rlvr_jax.errors import WeightsError
 from rlvr_jax.planning import targets
 from rlvr_jax.planning.chips import CHIPS
+from rlvr_jax.planning.estimate import estimate
 from rlvr_jax.planning.plan import roofline
 from rlvr_jax.planning.programs import make_programs
 from rlvr_jax.planning.search import better_settings, factorisations, flags
 from rlvr_jax.planning.shapes import model_shape, published_names
 from rlvr_jax.planning.work import measure_work
 from rlvr_jax.training.policy import TINY, load_pretrained
-from tests.training.toys import REPOSITORY, get_config
+from tests.training.toys import REPOSITORY, get_config, override
 
 TOY = f"--config={REPOSITORY / 'tests' / 'training' / 'toy_config.py'}"
+LLAMA = f"--config={REPOSITORY / 'configs' / 'rl_llama3_70b.py'}"
 QWEN = f"--config={REPOSITORY / 'configs' / 'rl_qwen3_0_6b.py'}"
 
 
@@ -159,13 +162,21 @@ def test_shipped_configs_are_planned_without_their_models(name):
 
 
 def test_rows_are_those_that_the_trainer_packs():
-    config = get_config()
-    work = measure_work(config, prompt_tokens=60, num_shards=8, on_cpu=True)
+    config, model = get_config(), load_pretrained(TINY).config
+    work = measure_work(config, model, prompt_tokens=60, num_shards=8, on_cpu=True)
     # 8 trees of a prompt and 4 responses of 6 tokens in rows of 240: two a row; at least two rows a shard.
     assert work.batch.tokens.shape == (16, 240)
     assert (work.num_samples, work.sampled_tokens) == (8 * 4, 8 * 4 * 6)
-    fewer = measure_work(config, prompt_tokens=60, num_shards=2, on_cpu=False)
+    fewer = measure_work(config, model, prompt_tokens=60, num_shards=2, on_cpu=False)
     assert fewer.batch.tokens.shape == (4, 240)
+
+
+def test_replayed_experts_are_part_of_a_batch():
+    config = override(get_config(), rollout__router_replay=True)
+    model = dataclasses.replace(load_pretrained(TINY).config, num_experts=8, experts_per_token=2)
+    work = measure_work(config, model, prompt_tokens=60, num_shards=8, on_cpu=True)
+    assert work.batch.experts is not None
+    assert work.batch.experts.shape == (16, 240, model.num_layers, 2)
 
 
 def test_factorisations_are_all_ways_to_multiply():
@@ -177,14 +188,40 @@ def test_the_search_changes_only_what_it_names():
     config = apply_overrides(load_config(QWEN.partition("=")[2]), [])
     model = model_shape(config.model).config
     mesh = {"data": 1, "fsdp": 4, "tensor": 1}
-    found = better_settings(config, model, mesh, prompt_tokens=256, chip="v5e")
-    assert found
-    assert set(found) <= {
+    phases = estimate(config, model, mesh, prompt_tokens=256)
+    search = functools.partial(better_settings, config, model, mesh, prompt_tokens=256, chip="v5e")
+    found = search(measured=phases)
+    assert found.fits
+    assert set(found.overrides) <= {
         *("mesh.data", "mesh.fsdp", "mesh.tensor"),
         *("train.micro_rows", "train.remat", "rollout.max_rows"),
     }
     assert flags({"train.remat": "dots"}) == "--config.train.remat=dots"
     assert config.train.micro_rows == 1  # as it was
+    memory = phases["update"].memory
+    larger = dataclasses.replace(memory, temporaries=3 * memory.temporaries)
+    phases["update"] = dataclasses.replace(phases["update"], memory=larger)
+    corrected = search(measured=phases)
+    assert corrected.overrides != found.overrides, "what the compiler found counts"
+
+
+def test_where_no_mesh_fits_smaller_batches_are_proposed():
+    """The reference scores a minibatch at once; 70 B on 64 GPUs leave no room for all of a step."""
+    config = load_config(LLAMA.partition("=")[2])
+    model = model_shape(config.model).config
+    mesh = {"data": 1, "fsdp": 8, "tensor": 8}
+    phases = estimate(config, model, mesh, prompt_tokens=256)
+    found = better_settings(config, model, mesh, prompt_tokens=256, chip="h100", measured=phases)
+    assert found.fits
+    assert found.overrides["train.num_minibatches"] > 1
+
+
+def test_what_no_setting_can_make_fit_is_said_with_the_least_that_it_takes(capsys):
+    status, found = plan(capsys, LLAMA, "--topology=v5e:16x16", "--estimate")
+    assert (status, found["fits"]) == (1, False)
+    [advice] = found["suggestions"]
+    assert "the rollout takes at least" in advice
+    assert float(advice.partition("at least ")[2].split()[0]) > 16
 
 
 def test_collectives_between_nodes_are_slower(measured):
