@@ -358,7 +358,8 @@ CONFIG_CLASSES = {
 def test_no_setting_of_transformers_is_ignored(name: str) -> None:
     """Every attribute of its configuration class is read, refused at another value, or known as harmless."""
     transformers = pytest.importorskip("transformers", reason="pip install 'rlvr_jax[parity]'")
-    settings = getattr(transformers, CONFIG_CLASSES[name])().to_dict()
+    sizes = {"n_routed_experts": 8, "num_experts_per_tok": 2} if name == "dots1" else {}
+    settings = getattr(transformers, CONFIG_CLASSES[name])(**sizes).to_dict()
     family = FAMILIES[name]
     config = family.from_hf(settings)
     harmless = {*HARMLESS, *family.harmless}
@@ -378,7 +379,7 @@ def test_no_setting_of_transformers_is_ignored(name: str) -> None:
     # Read, and without effect while there are no windows, or because a list of layers is there.
     inert = {"sliding_window", "max_window_layers", "no_rope_layer_interval", "use_sliding_window"}
     inert |= {"original_max_position_embeddings"} | (
-        {"intermediate_size"} if name in ("qwen2_moe", "qwen3_moe") else set()
+        {"intermediate_size"} if name in ("qwen2_moe", "qwen3_moe", "dots1") else set()
     )
     assert set(kept) <= inert
 
@@ -411,6 +412,7 @@ def other_values(key: str, value: Any) -> list[Any]:
         ("mistral", {"head_dim": None, "num_experts": 8}, "num_experts=8"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\]"),
         ("qwen2_moe", {"mlp_only_layers": list(range(24))}, "expected the first layers, fewer than 24"),
+        ("dots1", {"n_routed_experts": None}, "n_routed_experts=None"),
         ("glm4_moe", {"first_k_dense_replace": 46}, "expected fewer than 46 layers"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
         ("qwen3_moe", {"n_shared_experts": 1}, "n_shared_experts=1"),
@@ -442,7 +444,7 @@ def test_a_missing_bias_and_an_extra_one_are_named(
     assert "not part of the model: model.layers.1.self_attn.o_proj.bias:" in str(error.value)
 
 
-MIXTURE = {"num_experts": 4, "experts_per_token": 2}
+MIXTURE: dict[str, Any] = {"num_experts": 4, "experts_per_token": 2}
 
 
 def test_layers_after_the_last_one_are_left_out(
@@ -471,7 +473,7 @@ def test_contradicting_fields_are_refused() -> None:
         "vocab_size": 9, "num_layers": 2, "embed_dim": 8, "mlp_dim": 8, "num_heads": 2, "num_kv_heads": 1,
         "head_dim": 4,
     }  # fmt: skip
-    for change, message in (
+    contradictions: tuple[tuple[dict[str, Any], str], ...] = (
         ({"local_layers": (2,), "sliding_window": 4}, r"local_layers has \[2\]"),
         ({"nope_layers": (-1,)}, r"nope_layers has \[-1\]"),
         ({"local_layers": (0,)}, "need a sliding_window of at least 1"),
@@ -490,6 +492,7 @@ def test_contradicting_fields_are_refused() -> None:
             {**MIXTURE, "experts_per_token": 3, "expert_groups": 2},
             "expected at most 2, the experts of",
         ),
-    ):
+    )
+    for change, message in contradictions:
         with pytest.raises(ValueError, match=message):
             ModelConfig(**sizes, **change)

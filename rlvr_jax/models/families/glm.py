@@ -27,6 +27,9 @@ def _read_mixture(s: Settings) -> dict[str, Any]:
     if dense >= count:
         s.refuse("first_k_dense_replace", f"expected fewer than {count} layers")
         dense = 0
+    for name in ("n_routed_experts", "num_experts_per_tok"):
+        if s[name] is None:
+            s.refuse(name, "expected a number")
     return {
         "activation": s.activation(),
         "mlp_dim": s["moe_intermediate_size"],
