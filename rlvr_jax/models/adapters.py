@@ -30,7 +30,7 @@ from rlvr_jax.models.decoder import PARAM_AXES, Params, abstract_params
 from rlvr_jax.models.linear import AdaptedKernel, column_norms
 
 # The kernels that go through ``linear.matmul``; experts' do not.
-ADAPTABLE = re.compile(r"layers/(attn/[qkvo]|mlp/(gate|up|down))")
+ADAPTABLE = re.compile(r"(dense_)?layers/(attn/[qkvo]|mlp/(gate|up|down))")
 
 # Logical axes of every adapter that a model may have: A is spread as its kernel's rows, the rest as its columns.
 ADAPTER_AXES: dict[str, tuple[str | None, ...]] = {
@@ -52,7 +52,8 @@ class AdapterConfig:
     Attributes:
       rank: r, columns of A and rows of B.
       alpha: A @ B is multiplied by alpha / rank.
-      targets: regular expression that the whole path of a kernel must match, ``layers/attn/q`` to ``layers/mlp/down``.
+      targets: regular expression that the whole path of a kernel must match, ``layers/attn/q`` to ``layers/mlp/down``;
+        the layers without experts at the start of a mixture, ``dense_layers``, count as ``layers``.
       dora: train the norms of the columns too.
 
     Raises:
@@ -97,7 +98,11 @@ def target_kernels(config: AdapterConfig, base: Params) -> dict[str, Any]:
       ValueError: there are none; the message lists what can be.
     """
     kernels = {path: leaf for path, leaf in tree_paths(base).items() if ADAPTABLE.fullmatch(path)}
-    chosen = {path: leaf for path, leaf in kernels.items() if re.fullmatch(config.targets, path)}
+    chosen = {
+        path: leaf
+        for path, leaf in kernels.items()
+        if re.fullmatch(config.targets, path.removeprefix("dense_"))
+    }
     if not chosen:
         raise ValueError(
             f"adapter.targets {config.targets!r} matches no kernel; expected to match one of {', '.join(kernels)}: "

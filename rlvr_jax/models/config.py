@@ -56,9 +56,16 @@ class ModelConfig:
       embed_scale: by which embeddings are multiplied, rounded to the activations' dtype.
       attn_scale_dim: scores are divided by its square root; None for H.
       attn_softcap, final_softcap: scores and logits become cap * tanh(x / cap); 0 for neither.
-      num_experts: E, of every layer; 0 for a dense MLP.
+      num_experts: E; 0 for a dense MLP.
       experts_per_token: how many of them each token is sent to.
       norm_expert_weights: whether the weights of a token's experts add up to 1.
+      routed_scale: by which these weights are multiplied.
+      router_scores: what the router makes of its logits.
+      router_bias: whether a bias, which does not enter the weights, is added to the scores when experts are chosen.
+      expert_groups, groups_per_token: a token is sent to experts of its best groups alone (neighbours make a group).
+      shared_mlp_dim: of an MLP beside the experts that every token goes through; 0 for none.
+      shared_gate: whether the token decides how much of it is added.
+      num_dense_layers, dense_mlp_dim: so many layers at the start have no experts but a dense MLP, of this size.
       router_loss_coef: published weight of the load-balancing loss.
 
     Raises:
@@ -99,6 +106,15 @@ class ModelConfig:
     num_experts: int = 0
     experts_per_token: int = 0
     norm_expert_weights: bool = True
+    routed_scale: float = 1.0
+    router_scores: Literal["softmax", "sigmoid"] = "softmax"
+    router_bias: bool = False
+    expert_groups: int = 1
+    groups_per_token: int = 1
+    shared_mlp_dim: int = 0
+    shared_gate: bool = False
+    num_dense_layers: int = 0
+    dense_mlp_dim: int = 0
     router_loss_coef: float = 0.0
 
     def __post_init__(self) -> None:
@@ -131,6 +147,46 @@ class ModelConfig:
             raise ValueError(
                 f"experts_per_token is {self.experts_per_token}; expected 1 to num_experts ({self.num_experts})"
             )
+        most = self.num_layers - 1 if self.num_experts else 0
+        if not 0 <= self.num_dense_layers <= most:
+            raise ValueError(
+                f"num_dense_layers is {self.num_dense_layers}; expected 0 to {most}: a layer with experts must be left"
+            )
+        for wanted, size in (
+            ("num_dense_layers", "dense_mlp_dim"),
+            ("shared_gate", "shared_mlp_dim"),
+        ):
+            if getattr(self, wanted) and getattr(self, size) < 1:
+                raise ValueError(
+                    f"{wanted} is {getattr(self, wanted)} and {size} {getattr(self, size)}; expected at least 1"
+                )
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        groups, chosen = self.expert_groups, self.groups_per_token
+        if groups == chosen == 1:
+            return
+        size = self.num_experts // max(groups, 1)
+        if not 1 <= chosen <= groups or size * groups != self.num_experts or size < 2:
+            raise ValueError(
+                f"expert_groups is {groups} and groups_per_token {chosen}; expected {self.num_experts} experts divided "
+                "into groups of at least 2, and 1 to all of them for a token"
+            )
+        if self.experts_per_token > chosen * size:
+            raise ValueError(
+                f"experts_per_token is {self.experts_per_token}; expected at most {chosen * size}, the experts of "
+                f"groups_per_token ({chosen}) groups of {size}"
+            )
+
+    @property
+    def stacks(self) -> dict[str, range]:
+        """The layers that are alike and stacked, by their name among the parameters: which of the model's they are.
+
+        What has experts is in ``layers``.
+        """
+        first = self.num_dense_layers
+        dense = {"dense_layers": range(first)} if first else {}
+        return dense | {"layers": range(first, self.num_layers)}
 
     @property
     def attn_scale(self) -> float | None:
@@ -140,15 +196,22 @@ class ModelConfig:
     @property
     def num_params(self) -> int:
         """Number of parameters, tied embeddings counted once."""
-        D, F, E = self.embed_dim, self.mlp_dim, self.num_experts
+        D, E = self.embed_dim, self.num_experts
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = 2 * D * (q + kv) + self.qkv_bias * (q + 2 * kv) + self.o_bias * D
         attention += {"none": 0, "head": 2 * self.head_dim, "all": q + kv}[self.qk_norm]
-        mlp = 3 * D * F + self.mlp_bias * (2 * F + D)
-        mlp = E * mlp + E * D if E else mlp
         norms = 2 * D * (self.pre_norm + self.post_norm)
+
+        def mlp(size: int) -> int:
+            return 3 * D * size + (self.mlp_bias * (2 * size + D) if size else 0)
+
+        experts = E * (3 * D * self.mlp_dim + D + self.router_bias)
+        experts += mlp(self.shared_mlp_dim) + self.shared_gate * D
+        dense = self.num_dense_layers
+        mlps = dense * mlp(self.dense_mlp_dim)
+        mlps += (self.num_layers - dense) * (experts if E else mlp(self.mlp_dim))
         heads = 1 if self.tie_embeddings else 2
-        return heads * self.vocab_size * D + self.num_layers * (attention + mlp + norms) + D
+        return heads * self.vocab_size * D + self.num_layers * (attention + norms) + mlps + D
 
 
 SMOLLM2_135M = ModelConfig(

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -72,11 +73,21 @@ PARAM_AXES: dict[str, tuple[str | None, ...]] = {
     "layers/mlp/up_bias": ("layers", "mlp"),
     "layers/mlp/down_bias": ("layers", None),
     "layers/experts/router": ("layers", "embed", None),
+    "layers/experts/router_bias": ("layers", None),
     "layers/experts/gate": ("layers", "experts", "expert_embed", "mlp"),
     "layers/experts/up": ("layers", "experts", "expert_embed", "mlp"),
     "layers/experts/down": ("layers", "experts", "mlp", "expert_embed"),
+    "layers/shared/gate": ("layers", "embed", "mlp"),
+    "layers/shared/up": ("layers", "embed", "mlp"),
+    "layers/shared/down": ("layers", "mlp", "embed"),
+    "layers/shared/token_gate": ("layers", "embed", None),
     "final_norm/scale": (None,),
     "head/kernel": ("embed", "vocab"),
+}
+PARAM_AXES |= {
+    f"dense_{path}": axes
+    for path, axes in PARAM_AXES.items()
+    if re.match("layers/(?!experts|shared)", path)
 }
 
 GATHERED = ("embed", "expert_embed")  # axes of parameters that are whole where they are used
@@ -116,12 +127,16 @@ class Decoder(nnx.Module):
         self.config = config
         self.embed = Embed(config, rngs=rngs)
 
-        @nnx.split_rngs(splits=config.num_layers)
-        @nnx.vmap(in_axes=(0,), out_axes=0)
-        def stack(rngs: nnx.Rngs) -> Layer:
-            return Layer(config, rngs=rngs)
+        def stack(count: int, *, dense: bool) -> Layer:
+            @nnx.split_rngs(splits=count)
+            @nnx.vmap(in_axes=(0,), out_axes=0)
+            def layer(rngs: nnx.Rngs) -> Layer:
+                return Layer(config, dense=dense, rngs=rngs)
 
-        self.layers = stack(rngs)
+            return layer(rngs)
+
+        for name, layers in config.stacks.items():
+            setattr(self, name, stack(len(layers), dense=name == "dense_layers"))
         self.final_norm = RMSNorm(config.embed_dim, config)
         if not config.tie_embeddings:
             self.head = Head(config, rngs=rngs)
@@ -163,27 +178,35 @@ class Decoder(nnx.Module):
         dtype: Any = jnp.float32,
         remat: str = "none",
     ) -> tuple[jax.Array, Any, Any]:
-        """As a call, and what ``observe`` makes of each layer's routing, stacked; None without experts.
+        """As a call, and what ``observe`` makes of the routing of each layer with experts, stacked; None without any.
 
-        ``replayed``, int[L, N, k], is where the tokens shall go instead: see ``Experts``.
+        ``replayed``, int[layers with experts, N, k], is where the tokens shall go instead: see ``Experts``.
         """
         chex.assert_rank([tokens, positions], 1)
         of_layer, all_alike = self._rules(positions)
-        graphdef, stacked = nnx.split(self.layers)
 
-        def body(x: jax.Array, of_scan: tuple[Any, Any, Any, Any]) -> tuple[jax.Array, Any]:
-            state, cache, index, experts = of_scan
-            rope, rule = of_layer(0 if index is None else index)
-            layer = nnx.merge(graphdef, state)
-            x, cache, routing = layer(x, rope, attend, rule, cache, experts)
-            return x, (cache, None if routing is None else observe(routing))
+        def scan(name: str, x: jax.Array, caches: Any, replayed: Any) -> tuple[jax.Array, Any]:
+            graphdef, stacked = nnx.split(getattr(self, name))
 
-        if remat != "none":
-            body = jax.checkpoint(body, policy=REMAT_POLICIES[remat], prevent_cse=False)
-        index = None if all_alike else jnp.arange(self.config.num_layers)
-        x, (caches, observed) = jax.lax.scan(
-            body, self._embedded(tokens, dtype), (stacked, caches, index, replayed)
-        )
+            def body(x: jax.Array, of_scan: tuple[Any, Any, Any, Any]) -> tuple[jax.Array, Any]:
+                state, cache, index, experts = of_scan
+                rope, rule = of_layer(0 if index is None else index)
+                layer = nnx.merge(graphdef, state)
+                x, cache, routing = layer(x, rope, attend, rule, cache, experts)
+                return x, (cache, None if routing is None else observe(routing))
+
+            if remat != "none":
+                body = jax.checkpoint(body, policy=REMAT_POLICIES[remat], prevent_cse=False)
+            layers = self.config.stacks[name]
+            index = None if all_alike else jnp.arange(layers.start, layers.stop)
+            caches = jax.tree.map(lambda cache: cache[layers.start : layers.stop], caches)
+            return jax.lax.scan(body, x, (stacked, caches, index, replayed))
+
+        x, done, observed = self._embedded(tokens, dtype), [], None
+        for name in self.config.stacks:
+            x, (part, observed) = scan(name, x, caches, replayed if name == "layers" else None)
+            done.append(part)
+        caches = jax.tree.map(lambda *parts: jnp.concatenate(parts), *done)
         return self.final_norm(x), caches, observed
 
     def unrolled(
@@ -244,11 +267,14 @@ class Decoder(nnx.Module):
     def unstack(self, dtype: Any) -> list[Layer]:
         """The layers one by one, kernels cast to ``dtype`` and gathered (but for experts and the tensor axis): one
         copy, made once a program. Adapters are merged into their kernels: they cost decoding nothing."""
-        graphdef, state = nnx.split(self.layers)
+        return [layer for name in self.config.stacks for layer in self._unstack(name, dtype)]
+
+    def _unstack(self, name: str, dtype: Any) -> list[Layer]:
+        graphdef, state = nnx.split(getattr(self, name))
         stacked = nnx.to_pure_dict(state)
 
         def pick(path: Any, param: jax.Array | AdaptedKernel, index: int) -> jax.Array:
-            axes = PARAM_AXES["/".join(["layers", *(str(key.key) for key in path)])][1:]
+            axes = PARAM_AXES["/".join([name, *(str(key.key) for key in path)])][1:]
             if isinstance(param, AdaptedKernel):
                 kernel = param[index].merged().astype(dtype)
             else:
@@ -266,7 +292,7 @@ class Decoder(nnx.Module):
                     )
                 ),
             )
-            for index in range(self.config.num_layers)
+            for index in range(len(self.config.stacks[name]))
         ]
 
     @property

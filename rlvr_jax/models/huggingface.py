@@ -48,6 +48,9 @@ class HuggingFaceDirectory:
         self.remote = any(file.remote for file in opened.values())
         self._config = self.family.from_hf(settings)
         self._places = places
+        # Layers after the last one (GLM's) guess further tokens, and no token that the model itself gives.
+        count, extra = self._config.num_layers, settings.get("num_nextn_predict_layers") or 0
+        self._extra = tuple(f"model.layers.{layer}." for layer in range(count, count + extra))
 
     @property
     def config(self) -> ModelConfig:
@@ -55,7 +58,8 @@ class HuggingFaceDirectory:
 
     def names(self) -> set[str]:
         # Old checkpoints hold RoPE's frequencies, which follow from the configuration.
-        return {name for name in self._places if not name.endswith("rotary_emb.inv_freq")}
+        names = {name for name in self._places if not name.endswith("rotary_emb.inv_freq")}
+        return {name for name in names if not name.startswith(self._extra)}
 
     def name_of(self, tensor: Tensor) -> str:
         return tensor.hf

@@ -109,14 +109,14 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """down(activation(gate x) * up x) (Shazeer 2020)."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, size: int, *, rngs: nnx.Rngs) -> None:
         c = config
         self.activation = c.activation
-        self.gate = init_kernel(rngs, c.embed_dim, c.mlp_dim)
-        self.up = init_kernel(rngs, c.embed_dim, c.mlp_dim)
-        self.down = init_kernel(rngs, c.mlp_dim, c.embed_dim)
-        self.gate_bias = _bias(c.mlp_bias, c.mlp_dim)
-        self.up_bias = _bias(c.mlp_bias, c.mlp_dim)
+        self.gate = init_kernel(rngs, c.embed_dim, size)
+        self.up = init_kernel(rngs, c.embed_dim, size)
+        self.down = init_kernel(rngs, size, c.embed_dim)
+        self.gate_bias = _bias(c.mlp_bias, size)
+        self.up_bias = _bias(c.mlp_bias, size)
         self.down_bias = _bias(c.mlp_bias, c.embed_dim)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -125,11 +125,31 @@ class MLP(nnx.Module):
         return matmul(gate * matmul(x, self.up[...], self.up_bias), self.down[...], self.down_bias)
 
 
-class Layer(nnx.Module):
-    """Attention and MLP, each added to the stream, with norms before, after, or both."""
+class SharedExpert(MLP):
+    """The MLP beside the experts, times sigmoid(w x) where the token decides how much of it is added (Qwen2-MoE)."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
+        super().__init__(config, config.shared_mlp_dim, rngs=rngs)
+        self.token_gate = init_kernel(rngs, config.embed_dim, 1) if config.shared_gate else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        out = super().__call__(x)
+        if self.token_gate is None:
+            return out
+        # A sum, not a product of matrices: with one column these add up in another order for another number of rows.
+        gate = jnp.sum(x.astype(jnp.float32) * self.token_gate[...].T, -1, keepdims=True)
+        return (jax.nn.sigmoid(gate) * out.astype(jnp.float32)).astype(x.dtype)
+
+
+class Layer(nnx.Module):
+    """Attention and MLP, each added to the stream, with norms before, after, or both.
+
+    The MLP is a mixture of experts where the model has them and the layer is not ``dense``.
+    """
+
+    def __init__(self, config: ModelConfig, *, dense: bool = False, rngs: nnx.Rngs) -> None:
         c = self.config = config
+        self.routed = bool(c.num_experts) and not dense
         if c.pre_norm:
             self.attn_norm = RMSNorm(c.embed_dim, c)
         self.attn = Attention(c, rngs=rngs)
@@ -137,10 +157,12 @@ class Layer(nnx.Module):
             self.attn_post_norm = RMSNorm(c.embed_dim, c)
         if c.pre_norm:
             self.mlp_norm = RMSNorm(c.embed_dim, c)
-        if c.num_experts:
+        if self.routed:
             self.experts = Experts(c, rngs=rngs)
+            if c.shared_mlp_dim:
+                self.shared = SharedExpert(c, rngs=rngs)
         else:
-            self.mlp = MLP(c, rngs=rngs)
+            self.mlp = MLP(c, c.dense_mlp_dim if dense else c.mlp_dim, rngs=rngs)
         if c.post_norm:
             self.mlp_post_norm = RMSNorm(c.embed_dim, c)
 
@@ -158,8 +180,10 @@ class Layer(nnx.Module):
         out, cache = self.attn(self.attn_norm(x) if pre else x, rope, attend, rule, cache)
         x = constrain(x + (self.attn_post_norm(out) if post else out), "tokens", None)
         out, routing = self.mlp_norm(x) if pre else x, None
-        if self.config.num_experts:
+        if self.routed:
+            shared = self.shared(out) if self.config.shared_mlp_dim else None
             out, routing = self.experts(out, replayed)
+            out = out if shared is None else out + shared
         else:
             out = self.mlp(out)
         x = constrain(x + (self.mlp_post_norm(out) if post else out), "tokens", None)

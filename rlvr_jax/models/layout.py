@@ -33,6 +33,7 @@ def file_parts(
 ) -> dict[str, list[Part]]:
     """What each tensor of the file holds: one parameter's values, or the rows of several, one after another."""
     parts: dict[str, list[Part]] = {}
+    num_dense = shapes.get("dense_layers/attn/q", (0,))[0]
     for tensor in family.tensors:
         if tensor.path not in shapes:
             continue  # the head of a tied model; biases that this one has not
@@ -41,6 +42,8 @@ def file_parts(
         own = own[::-1] if tensor.transpose else own
         for index in np.ndindex(shape[: tensor.num_indices]):
             named = dict(zip(("layer", "expert"), index, strict=False))
+            if tensor.path.startswith("layers/"):
+                named["layer"] += num_dense
             parts.setdefault(name_of(tensor).format(**named), []).append(Part(tensor, index, own))
     return parts
 

@@ -3,6 +3,10 @@
 Tokens are sorted by expert, so that each expert's are one stretch of rows, and ``jax.lax.ragged_dot`` multiplies every
 stretch by its own kernel: no capacity, no token is dropped. The router is float32 in every compute dtype.
 
+The preference is a softmax of the router's logits, or their sigmoids with a bias that takes part in choosing alone
+(DeepSeek-V3, arXiv 2412.19437). Its publishers move that bias to even the load out, without a gradient; here it stays
+as it was published.
+
 On a mesh every device routes its own tokens. Where experts are divided over the ``expert`` axis, its devices show one
 another their tokens, each adds up what its own experts say of all of them, and the sums go back to where the tokens
 came from: an all-gather and a reduce-scatter, exact whatever the load.
@@ -29,7 +33,7 @@ TOKENS_AT_ONCE = 2048
 class Routing(NamedTuple):
     """Where the tokens of a layer went; of a whole model, stacked on axis 0.
 
-    experts: int32[N, k], the chosen ones; probs: float32[N, E], the router's distribution.
+    experts: int32[N, k], the chosen ones; probs: float32[N, E], the router's distribution (scores over their sum).
     """
 
     experts: jax.Array
@@ -52,6 +56,7 @@ class Experts(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs) -> None:
         c = self.config = config
         self.router = init_kernel(rngs, c.embed_dim, c.num_experts)
+        self.router_bias = nnx.Param(jnp.zeros((c.num_experts,))) if c.router_bias else None
         self.gate = init_kernel(rngs, c.num_experts, c.embed_dim, c.mlp_dim)
         self.up = init_kernel(rngs, c.num_experts, c.embed_dim, c.mlp_dim)
         self.down = init_kernel(rngs, c.num_experts, c.mlp_dim, c.embed_dim)
@@ -79,26 +84,33 @@ class Experts(nnx.Module):
             "down": self.down[...],
             "ids": jnp.arange(self.config.num_experts),
         }
-        out, experts, probs = mixture(x, self.router[...], kernels, replayed)
+        bias = None if self.router_bias is None else self.router_bias[...]
+        out, experts, probs = mixture(x, (self.router[...], bias), kernels, replayed)
         return out, Routing(experts, probs)
 
 
 def _mixture(
     config: ModelConfig,
     x: jax.Array,
-    router: jax.Array,
+    router: tuple[jax.Array, jax.Array | None],
     kernels: dict[str, jax.Array],
     replayed: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(sums, choices, probabilities) of a device's tokens [n, D]; ``kernels`` and ``ids`` are those of its experts."""
-    logits = jnp.dot(x, router.astype(x.dtype), preferred_element_type=jnp.float32)
-    probs = jax.nn.softmax(logits, axis=-1)
-    experts = jax.lax.top_k(probs, config.experts_per_token)[1]
+    kernel, bias = router
+    logits = jnp.dot(x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
+    softmax = config.router_scores == "softmax"
+    scores = jax.nn.softmax(logits, axis=-1) if softmax else jax.nn.sigmoid(logits)
+    preferred = _in_best_groups(config, scores if bias is None else scores + bias[None, :])
+    experts = jax.lax.top_k(preferred, config.experts_per_token)[1]
     if replayed is not None:
         experts = jnp.where(replayed < 0, experts, replayed)
-    weights = jnp.take_along_axis(probs, experts, axis=1)
+    weights = jnp.take_along_axis(scores, experts, axis=1)
     if config.norm_expert_weights:
         weights = weights / jnp.sum(weights, axis=1, keepdims=True)
+    if config.routed_scale != 1.0:
+        weights = weights * config.routed_scale
+    probs = scores if softmax else scores / jnp.sum(scores, axis=1, keepdims=True)
 
     own_part = functools.partial(_own_part, config, kernels)
     if axis_size("expert") == 1:
@@ -114,6 +126,16 @@ def _mixture(
     if axis_size("tensor") > 1:
         out = jax.lax.psum(out, "tensor")
     return out.astype(x.dtype), experts, probs
+
+
+def _in_best_groups(config: ModelConfig, preferred: jax.Array) -> jax.Array:
+    """float32[n, E], -inf outside a token's best groups: those with the largest sums of their two best experts."""
+    if config.groups_per_token == config.expert_groups:
+        return preferred
+    grouped = preferred.reshape(preferred.shape[0], config.expert_groups, -1)
+    best = jax.lax.top_k(jax.lax.top_k(grouped, 2)[0].sum(-1), config.groups_per_token)[1]
+    inside = jax.nn.one_hot(best, config.expert_groups, dtype=bool).any(1)
+    return jnp.where(inside[:, :, None], grouped, -jnp.inf).reshape(preferred.shape)
 
 
 def _own_part(

@@ -50,7 +50,7 @@ FIXED: dict[str, Any] = {
 def check_layout(config: AdapterConfig, model: ModelConfig) -> None:
     """Raises ValueError when PEFT's layout cannot hold the adapters, which is known before they are trained."""
     targets = target_kernels(config, abstract_params(model))
-    for name, rows_of in _modules(model).items():
+    for (_, name), rows_of in _modules(model).items():
         left = [path for path in rows_of if path not in targets]
         if config.dora and left and len(left) < len(rows_of):
             raise ValueError(
@@ -79,23 +79,24 @@ def save_adapters(
     flat = {name: np.asarray(array) for name, array in tree_paths(adapters).items()}
     arrays: dict[str, np.ndarray] = {}
     modules: dict[str, int] = {}  # name of a module -> how many adapters it has in one
-    for name, rows_of in _modules(model).items():
+    for (stack, name), rows_of in _modules(model).items():
         adapted = [kernel for kernel in rows_of if f"{kernel}/a" in flat]
         if not adapted:
             continue
-        modules[name.rpartition(".")[2]] = len(adapted)
+        # mlp.up_proj is that of the layers without experts, up_proj would be each expert's too.
+        modules[".".join(name.split(".")[-2 if model.num_experts else -1 :])] = len(adapted)
         height = max(rows.stop for rows in rows_of.values())
-        for layer in range(model.num_layers):
-            a = np.concatenate([flat[f"{kernel}/a"][layer].T for kernel in adapted])
+        for index, layer in enumerate(model.stacks[stack]):
+            a = np.concatenate([flat[f"{kernel}/a"][index].T for kernel in adapted])
             b = np.zeros((height, len(a)), a.dtype)
             for at, kernel in enumerate(adapted):
                 columns = slice(at * config.rank, (at + 1) * config.rank)
-                b[rows_of[kernel], columns] = flat[f"{kernel}/b"][layer].T
+                b[rows_of[kernel], columns] = flat[f"{kernel}/b"][index].T
             prefix = f"base_model.model.{name.format(layer=layer)}"
             arrays[f"{prefix}.lora_A.weight"] = np.ascontiguousarray(a)
             arrays[f"{prefix}.lora_B.weight"] = b
             if config.dora:
-                magnitudes = [flat[f"{kernel}/magnitude"][layer] for kernel in adapted]
+                magnitudes = [flat[f"{kernel}/magnitude"][index] for kernel in adapted]
                 arrays[f"{prefix}.lora_magnitude_vector"] = np.concatenate(magnitudes)
     several = {name: count for name, count in modules.items() if count > 1}
     settings = {
@@ -181,8 +182,8 @@ def load_adapters(path: str | Path, model: ModelConfig) -> tuple[AdapterConfig, 
         unread.discard(name)
         return file.get_tensor(name).astype(np.float32)
 
-    for name, rows_of in _modules(model).items():
-        for layer in range(model.num_layers):
+    for (stack, name), rows_of in _modules(model).items():
+        for layer in model.stacks[stack]:
             module = name.format(layer=layer)
             names = [f"base_model.model.{module}.lora_{part}.weight" for part in "AB"]
             names += [f"base_model.model.{module}.lora_magnitude_vector"] * dora
@@ -207,28 +208,31 @@ def load_adapters(path: str | Path, model: ModelConfig) -> tuple[AdapterConfig, 
                     flat.setdefault(f"{kernel}/magnitude", []).append(magnitude[0][rows])
     problems += [f"{name} is not part of the model" for name in sorted(unread)]
     problems += [
-        f"{kernel} in {len(layers)} of {model.num_layers} layers, or in several ranks"
+        f"{kernel} in {len(layers)} of {count} layers, or in several ranks"
         for kernel, layers in flat.items()
-        if len(layers) != model.num_layers or len({array.shape for array in layers}) > 1
+        for count in [len(model.stacks[kernel.partition("/")[0]])]
+        if len(layers) != count or len({array.shape for array in layers}) > 1
     ]
     if problems or not flat:
         raise WeightsError(
             f"the tensors in {path / WEIGHTS_FILE} are not adapters of the model: {listed(problems) or 'it has none'}; "
             "take them with the model that they were trained beside"
         )
-    targets = "|".join(sorted({re.escape(name.rpartition("/")[0]) for name in flat}))
+    kernels = {name.rpartition("/")[0].removeprefix("dense_") for name in flat}
+    targets = "|".join(sorted(map(re.escape, kernels)))
     rank = int(settings["r"])
     config = AdapterConfig(rank=rank, alpha=scale * rank, targets=targets, dora=dora)
     return config, nest({name: np.stack(layers) for name, layers in flat.items()})
 
 
-def _modules(model: ModelConfig) -> dict[str, dict[str, slice]]:
-    """Of each module of the layers, in the published layout: kernel that can be adapted -> its rows."""
+def _modules(model: ModelConfig) -> dict[tuple[str, str], dict[str, slice]]:
+    """Of each module (stack of layers, name in the published layout): kernel that can be adapted -> its rows."""
     shapes = tree_paths(abstract_params(model))
-    kernels: dict[str, list[str]] = {}
+    kernels: dict[tuple[str, str], list[str]] = {}
     for tensor in FAMILIES[model.family].tensors:
         if ADAPTABLE.fullmatch(tensor.path) and tensor.path in shapes:
-            kernels.setdefault(tensor.hf.removesuffix(".weight"), []).append(tensor.path)
+            stack, module = tensor.path.partition("/")[0], tensor.hf.removesuffix(".weight")
+            kernels.setdefault((stack, module), []).append(tensor.path)
     modules = {}
     for name, paths in kernels.items():
         bounds = [0, *itertools.accumulate(shapes[path].shape[2] for path in paths)]

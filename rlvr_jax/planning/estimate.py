@@ -110,13 +110,14 @@ def estimate_checked(
     params, trained, opt_state = _state(model, tuple(mesh.items()), adapter)
     B, T = work.batch.tokens.shape
     micro_rows = min(config.train.micro_rows or B, B)
-    outer = {k: v for k, v in params.items() if k != "layers"}
+    stacks = [params[name] for name in model.stacks]
+    outer = {k: v for k, v in params.items() if k not in model.stacks}
     sizes = Sizes(
         model=local_bytes(params),
         trained=local_bytes(trained),
         state=local_bytes((trained, opt_state)),
         base=0 if adapter is None else local_bytes(params),
-        layer=_gathered(params["layers"], mesh) / model.num_layers,
+        layer=_gathered(stacks, mesh) / model.num_layers,
         experts=_gathered(params["layers"].get("experts", {}), mesh) / model.num_layers,
         head=_gathered(outer, mesh),
         layers=model.num_layers,

@@ -83,7 +83,8 @@ def _active_kernels(model: ModelConfig) -> float:
     return sum(
         math.prod(leaf.shape)
         * (model.experts_per_token / model.num_experts if leaf.ndim == 4 else 1)
-        for leaf in jax.tree.leaves(abstract_params(model)["layers"])
+        for name in model.stacks
+        for leaf in jax.tree.leaves(abstract_params(model)[name])
         if leaf.ndim > 2
     )
 

@@ -201,8 +201,8 @@ def _whole_head(model: ModelConfig, mesh: dict[str, int]) -> float:
 
 
 def _mlp_dim(model: ModelConfig) -> int:
-    """Of what a token goes through: its experts' together."""
-    return model.mlp_dim * max(1, model.experts_per_token)
+    """Of what a token goes through: its experts' together, with the shared one."""
+    return model.mlp_dim * max(1, model.experts_per_token) + model.shared_mlp_dim
 
 
 def _experts_work(model: ModelConfig, sizes: Sizes, mesh: dict[str, int], tokens: int) -> float:

@@ -146,11 +146,12 @@ def needed_bytes(message: str) -> int:
 
 
 def with_depth(model: ModelConfig, num_layers: int) -> ModelConfig:
-    """The same model with its first layers only."""
+    """The same model with its first layers only; where some have experts, all of them do."""
     per_layer = {
         name: tuple(layer for layer in getattr(model, name) if layer < num_layers)
         for name in ("local_layers", "nope_layers")
     }
+    per_layer |= {"num_dense_layers": 0, "dense_mlp_dim": 0}
     return dataclasses.replace(model, num_layers=num_layers, **per_layer)
 
 

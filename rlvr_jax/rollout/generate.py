@@ -68,7 +68,7 @@ def generate(
     """
     P, S = prompts.shape
     G, R = num_samples, key_bucket(max_tokens)
-    M = P * G
+    M, num_routed = P * G, len(config.stacks["layers"])
     greedy = transform.temperature == 0
     model = bind(config, params)
     keys = sample_keys(seed, request_ids, G)
@@ -97,7 +97,7 @@ def generate(
     )
     prompt_experts = None
     if record_experts:  # [L, P * S, k]
-        chosen = jnp.moveaxis(chosen, 0, 1).reshape(P, S, config.num_layers, -1)
+        chosen = jnp.moveaxis(chosen, 0, 1).reshape(P, S, num_routed, -1)
         prompt_experts = _kept(chosen, inside > 0)
     last = jnp.maximum(prompt_lengths - 1, 0)
     hidden = jnp.take_along_axis(hidden.reshape(P, S, -1), last[:, None, None], axis=1)[:, 0]
@@ -162,7 +162,7 @@ def generate(
         "done": lengths == 0,
         "stopped": jnp.zeros((M,), bool),
         "caches": [(empty, empty)] * config.num_layers,
-        "experts": jnp.full((M, R, config.num_layers, config.experts_per_token), -1, jnp.int16)
+        "experts": jnp.full((M, R, num_routed, config.experts_per_token), -1, jnp.int16)
         if record_experts
         else None,
     }
@@ -174,7 +174,7 @@ def generate(
         lengths=carry["lengths"].reshape(P, G),
         stopped=carry["stopped"].reshape(P, G),
         prompt_experts=prompt_experts,
-        experts=carry["experts"].reshape(P, G, R, config.num_layers, -1)[:, :, :max_tokens]
+        experts=carry["experts"].reshape(P, G, R, num_routed, -1)[:, :, :max_tokens]
         if record_experts
         else None,
     )

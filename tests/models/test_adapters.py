@@ -271,6 +271,34 @@ def test_what_is_saved_is_by_the_definition_of_peft_the_merged_model(
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), got, plain)
 
 
+def test_the_layers_before_those_with_experts_are_adapted_too(tmp_path):
+    model = model_of(
+        family="dots1", qk_norm="head", num_experts=4, experts_per_token=2, router_scores="sigmoid", router_bias=True,
+        num_layers=3, num_dense_layers=1, dense_mlp_dim=24, shared_mlp_dim=64,
+    )  # fmt: skip
+    adapters = random_adapters(ALL, model)
+    assert set(adapters) == {"dense_layers", "layers"}
+    base = init_params(model, jax.random.key(0))
+    merged = merge_adapters(base, adapters, ALL)
+    np.testing.assert_allclose(
+        hidden_of(model, with_adapters(base, adapters, ALL)), hidden_of(model, merged), atol=1e-5
+    )
+    assert np.abs(hidden_of(model, merged) - hidden_of(model, base)).max() > 1e-2
+    save_adapters(tmp_path, ALL, model, adapters, base="some/base")
+    names = {
+        name.removeprefix("base_model.model.model.layers.").removesuffix(".lora_A.weight")
+        for name in load_file(tmp_path / "adapter_model.safetensors")
+        if "lora_A" in name
+    }
+    attention = {f"{layer}.self_attn.{x}_proj" for layer in range(3) for x in "qkvo"}
+    assert names == attention | {f"0.mlp.{x}_proj" for x in ("gate", "up", "down")}
+    targets = json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"]
+    assert {name.partition(".")[2] for name in names} == set(targets)
+    again, loaded = load_adapters(tmp_path, model)
+    assert set(target_kernels(again, base)) == set(target_kernels(ALL, base))
+    jax.tree.map(np.testing.assert_array_equal, loaded, adapters)
+
+
 def test_ranks_and_scales_of_a_file_may_differ_and_what_cannot_be_read_is_named(tmp_path):
     model = model_of()
     base = jax.tree.map(np.asarray, init_params(model, jax.random.key(0)))

@@ -22,7 +22,7 @@ from rlvr_jax.models.config import ModelConfig, RopeScaling
 from rlvr_jax.models.decoder import PARAM_AXES, attend_rows, bind
 from rlvr_jax.models.families import FAMILIES
 from rlvr_jax.models.families.settings import HARMLESS
-from rlvr_jax.models.weights import load_weights, param_shapes, save_weights
+from rlvr_jax.models.weights import load_weights, open_weights, param_shapes, save_weights
 from tests.models.published import GEMMA_3_4B, NUM_PARAMS, PUBLISHED
 
 VOCAB = 96
@@ -83,13 +83,35 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3MoeConfig",
         {"head_dim": 20, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 28},
     ),
+    "qwen2-moe": (
+        "Qwen2MoeConfig",
+        {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "mlp_only_layers": [0],
+         "shared_expert_intermediate_size": 36, "use_sliding_window": True, "sliding_window": 6},
+    ),
+    "glm4-moe": (
+        "Glm4MoeConfig",
+        {"head_dim": 12, "attention_bias": True, "use_qk_norm": True, "first_k_dense_replace": 1, "n_group": 4,
+         "topk_group": 2, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 28,
+         "n_shared_experts": 2, "routed_scaling_factor": 2.5},
+    ),
+    "dots1": (
+        "Dots1Config",
+        {"first_k_dense_replace": 2, "n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 28,
+         "n_shared_experts": 1, "sliding_window": 6, "max_window_layers": 1, "norm_topk_prob": False},
+    ),
     "olmo2": ("Olmo2Config", {"num_key_value_heads": 1}),
+    "olmo3": (
+        "Olmo3Config",
+        {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+         "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
+    ),
     "phi3": (
         "Phi3Config",
         {"sliding_window": 20, "partial_rotary_factor": 0.75, "hidden_size": 64, "max_position_embeddings": 256,
          "original_max_position_embeddings": 64, "rope_scaling": LONGROPE},
     ),
 }  # fmt: skip
+MIXTURES = {"mixtral", "qwen3-moe", "qwen2-moe", "glm4-moe", "dots1"}
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +132,11 @@ def reference() -> Callable[..., Any]:
                     weight.uniform_(0.5, 1.5)
                 elif "bias" in name:
                     weight.normal_(0, 0.3)
+            for name, buffer in model.named_buffers():
+                if (
+                    "correction_bias" in name
+                ):  # of the size of what sets the scores of experts apart
+                    buffer.normal_(0, 0.3)
         return model.eval()
 
     return make
@@ -196,10 +223,11 @@ def test_logits_are_those_of_transformers_at_random_sizes(
     rng = np.random.default_rng(seed)
     kv_heads, ratio = int(rng.integers(1, 4)), int(rng.integers(1, 4))
     head_dim = 16 if name == "phi3" else 2 * int(rng.integers(3, 12))
-    if name in ("mixtral", "qwen3-moe"):
+    if name in MIXTURES:
         head_dim *= 2  # torch's products of experts take rows of whole 16 bytes only
+    layers = int(rng.integers(3 if name in MIXTURES else 1, 7))  # some without experts come first
     sizes = {
-        "num_hidden_layers": int(rng.integers(1, 7)),
+        "num_hidden_layers": layers,
         "num_key_value_heads": kv_heads,
         "num_attention_heads": kv_heads * ratio,
         "hidden_size": kv_heads * ratio * head_dim,
@@ -208,6 +236,8 @@ def test_logits_are_those_of_transformers_at_random_sizes(
     }
     if "head_dim" in settings:
         sizes["head_dim"] = 2 * int(rng.integers(3, 12))
+    if "layer_types" in settings:
+        sizes["layer_types"] = [settings["layer_types"][i % 3] for i in range(layers)]
     if settings.get("sliding_window"):
         sizes["sliding_window"] = int(rng.integers(1, 40))
     model = reference(config_class, **{**settings, **sizes})
@@ -292,6 +322,13 @@ def test_published_settings_mean_what_they_say() -> None:
     assert (mixtral.num_experts, mixtral.experts_per_token, mixtral.mlp_dim) == (8, 2, 14336)
     assert (qwen.num_experts, qwen.experts_per_token, qwen.mlp_dim) == (128, 8, 768)
     assert qwen.norm_expert_weights and qwen.router_loss_coef == 0.001
+    glm, dots = configs["zai-org/GLM-4.5-Air"], configs["rednote-hilab/dots.llm1.base"]
+    assert (glm.num_dense_layers, glm.dense_mlp_dim, glm.shared_mlp_dim) == (1, 10944, 1408)
+    assert (glm.router_scores, glm.partial_rotary_factor, glm.o_bias) == ("sigmoid", 0.5, False)
+    assert (dots.shared_mlp_dim, dots.routed_scale, dots.local_layers) == (2816, 2.5, ())
+    olmo3 = configs["allenai/Olmo-3-7B-Think"]
+    assert (olmo3.rope_theta, olmo3.local_rope_theta) == (5e5, 5e5)
+    assert [i for i in range(8) if i not in olmo3.local_layers] == [3, 7]
     phi = configs["microsoft/Phi-4-mini-instruct"]
     assert phi.rope_scaling is not None and phi.rope_scaling.factor == 32.0
     assert phi.rope_scaling.attention_factor == pytest.approx(1.19024, abs=1e-5)
@@ -306,6 +343,10 @@ CONFIG_CLASSES = {
     "gemma2": "Gemma2Config",
     "gemma3_text": "Gemma3TextConfig",
     "qwen3_moe": "Qwen3MoeConfig",
+    "qwen2_moe": "Qwen2MoeConfig",
+    "glm4_moe": "Glm4MoeConfig",
+    "dots1": "Dots1Config",
+    "olmo3": "Olmo3Config",
     "mistral": "MistralConfig",
     "mixtral": "MixtralConfig",
     "olmo2": "Olmo2Config",
@@ -317,7 +358,8 @@ CONFIG_CLASSES = {
 def test_no_setting_of_transformers_is_ignored(name: str) -> None:
     """Every attribute of its configuration class is read, refused at another value, or known as harmless."""
     transformers = pytest.importorskip("transformers", reason="pip install 'rlvr_jax[parity]'")
-    settings = getattr(transformers, CONFIG_CLASSES[name])().to_dict()
+    sizes = {"n_routed_experts": 8, "num_experts_per_tok": 2} if name == "dots1" else {}
+    settings = getattr(transformers, CONFIG_CLASSES[name])(**sizes).to_dict()
     family = FAMILIES[name]
     config = family.from_hf(settings)
     harmless = {*HARMLESS, *family.harmless}
@@ -337,7 +379,7 @@ def test_no_setting_of_transformers_is_ignored(name: str) -> None:
     # Read, and without effect while there are no windows, or because a list of layers is there.
     inert = {"sliding_window", "max_window_layers", "no_rope_layer_interval", "use_sliding_window"}
     inert |= {"original_max_position_embeddings"} | (
-        {"intermediate_size"} if name == "qwen3_moe" else set()
+        {"intermediate_size"} if name in ("qwen2_moe", "qwen3_moe", "dots1") else set()
     )
     assert set(kept) <= inert
 
@@ -368,7 +410,10 @@ def other_values(key: str, value: Any) -> list[Any]:
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping=50\.0"),
         ("gemma3_text", {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}, "scaling"),
         ("mistral", {"head_dim": None, "num_experts": 8}, "num_experts=8"),
-        ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\]"),
+        ("qwen2_moe", {"mlp_only_layers": list(range(24))}, "expected the first layers, fewer than 24"),
+        ("dots1", {"n_routed_experts": None}, "n_routed_experts=None"),
+        ("glm4_moe", {"first_k_dense_replace": 46}, "expected fewer than 46 layers"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
         ("qwen3_moe", {"n_shared_experts": 1}, "n_shared_experts=1"),
         ("phi3", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "expected rope_type 'longrope'"),
@@ -399,12 +444,36 @@ def test_a_missing_bias_and_an_extra_one_are_named(
     assert "not part of the model: model.layers.1.self_attn.o_proj.bias:" in str(error.value)
 
 
+MIXTURE: dict[str, Any] = {"num_experts": 4, "experts_per_token": 2}
+
+
+def test_layers_after_the_last_one_are_left_out(
+    reference: Callable[..., Any], tmp_path: pathlib.Path
+) -> None:
+    config_class, settings = MODELS["glm4-moe"]
+    model = reference(config_class, **settings)
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.3.eh_proj.weight"] = np.zeros((2, 2), np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    written = json.loads((tmp_path / "config.json").read_text())
+    for count in (1, 0):
+        (tmp_path / "config.json").write_text(
+            json.dumps(written | {"num_nextn_predict_layers": count})
+        )
+        if count:
+            assert open_weights(tmp_path).config.num_layers == 3
+            continue
+        with pytest.raises(WeightsError, match=r"not part of the model: model\.layers\.3\.eh_proj"):
+            open_weights(tmp_path)
+
+
 def test_contradicting_fields_are_refused() -> None:
     sizes: dict[str, Any] = {
         "vocab_size": 9, "num_layers": 2, "embed_dim": 8, "mlp_dim": 8, "num_heads": 2, "num_kv_heads": 1,
         "head_dim": 4,
     }  # fmt: skip
-    for change, message in (
+    contradictions: tuple[tuple[dict[str, Any], str], ...] = (
         ({"local_layers": (2,), "sliding_window": 4}, r"local_layers has \[2\]"),
         ({"nope_layers": (-1,)}, r"nope_layers has \[-1\]"),
         ({"local_layers": (0,)}, "need a sliding_window of at least 1"),
@@ -414,6 +483,16 @@ def test_contradicting_fields_are_refused() -> None:
             "0 short and 0 long factors; expected 2",
         ),
         ({"num_experts": 2, "experts_per_token": 3}, "experts_per_token is 3"),
-    ):
+        ({**MIXTURE, "num_dense_layers": 2}, "num_dense_layers is 2; expected 0 to 1"),
+        ({**MIXTURE, "num_dense_layers": 1}, "num_dense_layers is 1 and dense_mlp_dim 0"),
+        ({"num_dense_layers": 1, "dense_mlp_dim": 8}, "num_dense_layers is 1; expected 0 to 0"),
+        ({**MIXTURE, "expert_groups": 3}, "expert_groups is 3 and groups_per_token 1"),
+        ({**MIXTURE, "expert_groups": 4}, "into groups of at least 2"),
+        (
+            {**MIXTURE, "experts_per_token": 3, "expert_groups": 2},
+            "expected at most 2, the experts of",
+        ),
+    )
+    for change, message in contradictions:
         with pytest.raises(ValueError, match=message):
             ModelConfig(**sizes, **change)

@@ -194,21 +194,39 @@ def test_the_load_balancing_loss_is_that_of_transformers() -> None:
 
 
 EIGHT = dataclasses.replace(CONFIG, num_experts=8)
+# A layer without experts, then one with all that DeepSeek's and Qwen2's mixtures have.
+DEEPSEEK = dataclasses.replace(
+    EIGHT,
+    router_scores="sigmoid",
+    router_bias=True,
+    routed_scale=2.5,
+    expert_groups=4,
+    groups_per_token=2,
+    shared_mlp_dim=12,
+    shared_gate=True,
+    num_dense_layers=1,
+    dense_mlp_dim=40,
+)
 
 
 @functools.cache
-def on_one_device() -> Any:
+def on_one_device(config: ModelConfig) -> Any:
     """(parameters, the loss, its gradient, experts) without a mesh."""
-    params = init_params(EIGHT, jax.random.key(0))
+    params = init_params(config, jax.random.key(0))
     params["embed"]["embedding"] *= 20
-    return params, *jax.jit(gradient_step)(params)
+    if config.router_bias:
+        bias = params["layers"]["experts"]["router_bias"]
+        params["layers"]["experts"]["router_bias"] = 0.3 * jax.random.normal(
+            jax.random.key(1), bias.shape
+        )
+    return params, *jax.jit(functools.partial(gradient_step, config))(params)
 
 
-def gradient_step(params: Any) -> Any:
+def gradient_step(config: ModelConfig, params: Any) -> Any:
     tokens, positions, segments = tokens_and_segments()
 
     def loss(params: Any) -> Any:
-        model = bind(EIGHT, params)
+        model = bind(config, params)
         hidden, _, routing = model.routed(
             tokens.reshape(-1),
             positions.reshape(-1),
@@ -222,36 +240,63 @@ def gradient_step(params: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("axes", "at_once"),
+    ("axes", "at_once", "config"),
     [
-        pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, True, marks=pytest.mark.slow),
-        ({"data": 1, "expert": 8}, True),
-        ({"data": 2, "expert": 4}, False),
-        ({"data": 1, "fsdp": 2, "expert": 2, "tensor": 2}, True),
-        pytest.param({"data": 1, "expert": 8}, False, marks=pytest.mark.slow),
-        pytest.param({"data": 2, "expert": 2, "tensor": 2}, False, marks=pytest.mark.slow),
-        pytest.param({"data": 1, "fsdp": 4, "expert": 2}, True, marks=pytest.mark.slow),
+        pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, True, EIGHT, marks=pytest.mark.slow),
+        ({"data": 1, "expert": 8}, True, EIGHT),
+        ({"data": 2, "expert": 4}, False, EIGHT),
+        ({"data": 1, "fsdp": 2, "expert": 2, "tensor": 2}, True, EIGHT),
+        ({"data": 1, "fsdp": 2, "expert": 2, "tensor": 2}, True, DEEPSEEK),
+        pytest.param({"data": 1, "expert": 8}, False, EIGHT, marks=pytest.mark.slow),
+        pytest.param({"data": 2, "expert": 2, "tensor": 2}, False, EIGHT, marks=pytest.mark.slow),
+        pytest.param({"data": 1, "fsdp": 4, "expert": 2}, True, EIGHT, marks=pytest.mark.slow),
+        pytest.param({"data": 2, "expert": 4}, False, DEEPSEEK, marks=pytest.mark.slow),
     ],
-    ids=str,
+    ids=lambda value: value.router_scores if isinstance(value, ModelConfig) else str(value),
 )
 def test_on_a_mesh_outputs_and_gradients_are_those_of_one_device(
-    axes: Any, at_once: bool, monkeypatch: pytest.MonkeyPatch
+    axes: Any, at_once: bool, config: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not at_once:
         monkeypatch.setattr(moe, "TOKENS_AT_ONCE", 1)
-    params, value, gradient, experts = on_one_device()
+    params, value, gradient, experts = on_one_device(config)
     mesh = make_mesh(**axes)
     placed = jax.device_put(params, param_shardings(mesh, params, PARAM_AXES))
     gate = placed["layers"]["experts"]["gate"]
     assert gate.sharding.shard_shape(gate.shape)[1] == 8 // axes.get("expert", 1)
     with jax.set_mesh(mesh):
         # A function of its own, since what is at once is no argument of it.
-        step = jax.jit(lambda params: gradient_step(params))
+        step = jax.jit(lambda params: gradient_step(config, params))
         got, got_gradient, got_experts = step(placed)
     np.testing.assert_array_equal(got_experts, experts)
     np.testing.assert_allclose(got, value, rtol=1e-5)
     for a, b in zip(jax.tree.leaves(got_gradient), jax.tree.leaves(gradient), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5 * max(float(np.abs(b).max()), 1e-3))
+
+
+def test_a_bias_takes_part_in_choosing_within_the_best_groups_and_in_nothing_else() -> None:
+    params, _, gradient, experts = on_one_device(DEEPSEEK)
+    assert experts.shape == (1, ROWS * LENGTH, 2)  # of the one layer with experts
+    own = jax.tree.map(lambda leaf: np.asarray(leaf[0], np.float64), params["layers"]["experts"])
+    x = np.random.default_rng(0).normal(size=(23, CONFIG.embed_dim)).astype(np.float32)
+    layer = bind(DEEPSEEK, params).unstack(jnp.float32)[1]
+    got, routing = jax.jit(layer.experts)(x)
+    for n, token in enumerate(x.astype(np.float64)):
+        scores = 1 / (1 + np.exp(-token @ own["router"]))
+        biased = scores + own["router_bias"]
+        groups = np.argsort([-np.sort(biased[2 * g : 2 * g + 2]).sum() for g in range(4)])[:2]
+        inside = [e for g in groups for e in (2 * g, 2 * g + 1)]
+        chosen = sorted(inside, key=lambda e: -biased[e])[:2]
+        assert routing.experts[n].tolist() == chosen
+        expected = np.zeros(CONFIG.embed_dim)
+        for e in chosen:
+            gate, up = token @ own["gate"][e], token @ own["up"][e]
+            weight = 2.5 * scores[e] / scores[chosen].sum()
+            expected += weight * (gate / (1 + np.exp(-gate)) * up) @ own["down"][e]
+        np.testing.assert_allclose(got[n], expected, atol=1e-5)
+        np.testing.assert_allclose(routing.probs[n], scores / scores.sum(), atol=1e-6)
+    assert not np.any(gradient["layers"]["experts"]["router_bias"])
+    assert np.any(gradient["layers"]["experts"]["router"])
 
 
 def test_all_tokens_of_a_batch_may_go_to_the_experts_of_one_device() -> None:

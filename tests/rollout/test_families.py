@@ -43,6 +43,10 @@ MODELS = {
     "smollm3-like": dataclasses.replace(BASE, nope_layers=(1,), partial_rotary_factor=0.5),
     "olmo2-like": dataclasses.replace(BASE, qk_norm="all", pre_norm=False, post_norm=True),
     "mixture": dataclasses.replace(BASE, num_experts=5, experts_per_token=2),
+    "deepseek-like": dataclasses.replace(
+        BASE, num_experts=6, experts_per_token=2, router_scores="sigmoid", router_bias=True, shared_mlp_dim=20,
+        shared_gate=True, num_dense_layers=1, dense_mlp_dim=40, local_layers=(1,), sliding_window=5,
+    ),
 }  # fmt: skip
 PROMPT_LENGTHS = (3, 9, 14)
 MAX_TOKENS, NUM_SAMPLES = 11, 3
@@ -108,7 +112,7 @@ def tree_logprobs(config: ModelConfig, params: Any, found: list[list[Completion]
 FAST = {
     "gemma2-like",
     "gemma3-like",
-    "mixture",
+    "deepseek-like",
 }  # between them, every feature that sampler and trainer do apart
 
 

@@ -154,12 +154,24 @@ SANDWICH_NORMS = (
 )
 
 
+def dense_layers(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The same tensors of the layers before the ones with experts."""
+    return tuple(dataclasses.replace(t, path=f"dense_{t.path}") for t in tensors)
+
+
+def shared_expert(name: str) -> tuple[Tensor, ...]:
+    """The tensors of an MLP beside the experts."""
+    named = {path: f"mlp.{name}.{path}_proj.weight" for path in ("gate", "up", "down")}
+    return tuple(_named(f"shared/{path}", hf, "") for path, hf in named.items())
+
+
 def experts(block: str, *, gate: str, up: str, down: str) -> tuple[Tensor, ...]:
     """The tensors of a mixture of experts, one a file's name for each expert's kernel."""
     prefix = "model.layers.{layer}." + block
     kernels = {"gate": gate, "up": up, "down": down}
     return (
         Tensor(path="layers/experts/router", hf=f"{prefix}.gate.weight", transpose=True),
+        Tensor(path="layers/experts/router_bias", hf=f"{prefix}.gate.e_score_correction_bias"),
         *(
             Tensor(
                 path=f"layers/experts/{path}",

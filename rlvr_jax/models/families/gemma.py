@@ -35,7 +35,8 @@ def _write_both(config: ModelConfig) -> dict[str, Any]:
         "attention_bias": config.qkv_bias,
         "query_pre_attn_scalar": config.attn_scale_dim,
         "final_logit_softcapping": config.final_softcap or None,
-        "sliding_window": config.sliding_window or None,
+        # transformers builds the mask of local layers for a model without any, too.
+        "sliding_window": config.sliding_window or config.max_length,
         "layer_types": layer_types(config),
     }
 

@@ -1,11 +1,21 @@
-"""Qwen2 and 2.5 (biases on queries, keys and values), Qwen3 (norms on queries and keys instead) and its mixtures."""
+"""Qwen2 and 2.5 (biases on queries, keys and values), Qwen3 (norms on queries and keys instead), and their mixtures."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from rlvr_jax.models.config import ModelConfig
-from rlvr_jax.models.families.family import ATTENTION, MLP, OUTER, PRE_NORMS, Family, experts
+from rlvr_jax.models.families.family import (
+    ATTENTION,
+    MLP,
+    OUTER,
+    PRE_NORMS,
+    Family,
+    Tensor,
+    dense_layers,
+    experts,
+    shared_expert,
+)
 from rlvr_jax.models.families.mistral import read_num_experts, write_window_of_all
 from rlvr_jax.models.families.settings import Settings, activation_name, layer_types
 
@@ -84,40 +94,117 @@ QWEN3 = Family(
 )
 
 
-def _read_qwen3_moe(s: Settings) -> dict[str, Any]:
-    bias = bool(s["attention_bias"])
-    if s["mlp_only_layers"]:
-        s.refuse("mlp_only_layers", "expected experts in every layer")
+def _read_mixture(s: Settings, *, num_experts: int) -> dict[str, Any]:
     if s["decoder_sparse_step"] != 1:
-        s.refuse("decoder_sparse_step", "expected 1: experts in every layer")
-    window, layers = s["sliding_window"], range(s["num_hidden_layers"])
-    local = tuple(layers) if s["use_sliding_window"] and window is not None else ()
+        s.refuse("decoder_sparse_step", "expected 1")
+    dense, count = s["mlp_only_layers"] or [], s["num_hidden_layers"]
+    if sorted(dense) != list(range(len(dense))) or len(dense) >= count:
+        s.refuse("mlp_only_layers", f"expected the first layers, fewer than {count}")
+        dense = []
     return {
-        **s.windows(local, window),
-        "activation": s.activation(),
         "mlp_dim": s["moe_intermediate_size"],
-        "qkv_bias": bias,
-        "o_bias": bias,
-        "qk_norm": "head",
-        "num_experts": read_num_experts(s, default=128),
+        "num_experts": num_experts,
         "experts_per_token": s["num_experts_per_tok"],
         "norm_expert_weights": bool(s["norm_topk_prob"]),
         "router_loss_coef": float(s["router_aux_loss_coef"]),
+        "num_dense_layers": len(dense),
+        "dense_mlp_dim": s["intermediate_size"] if dense else 0,
     }
 
 
-def _write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
+def _write_mixture(config: ModelConfig) -> dict[str, Any]:
     return {
-        **write_window_of_all(config),
-        "use_sliding_window": bool(config.local_layers),
+        "intermediate_size": config.dense_mlp_dim or config.mlp_dim,
         "moe_intermediate_size": config.mlp_dim,
-        "attention_bias": config.qkv_bias,
         "num_experts": config.num_experts,
         "num_experts_per_tok": config.experts_per_token,
         "norm_topk_prob": config.norm_expert_weights,
         "router_aux_loss_coef": config.router_loss_coef,
         "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
+        "mlp_only_layers": list(range(config.num_dense_layers)),
+    }
+
+
+_MIXTURE_TENSORS: tuple[Tensor, ...] = (
+    *(*OUTER, *PRE_NORMS, *ATTENTION),
+    *experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
+    *dense_layers((*PRE_NORMS, *ATTENTION, *MLP)),
+)
+
+
+def _read_qwen2_moe(s: Settings) -> dict[str, Any]:
+    window, last = s["sliding_window"], min(s["max_window_layers"], s["num_hidden_layers"])
+    window = window if s["use_sliding_window"] else None
+    local = tuple(range(0, last, 2)) if window else ()
+    return {
+        **_read_mixture(s, num_experts=s["num_experts"]),
+        **s.windows(s.local_layers(default=local), window),
+        "activation": s.activation(),
+        "qkv_bias": bool(s["qkv_bias"]),
+        "shared_mlp_dim": s["shared_expert_intermediate_size"],
+        "shared_gate": True,
+    }
+
+
+def _write_qwen2_moe(config: ModelConfig) -> dict[str, Any]:
+    return {
+        **_write_mixture(config),
+        **_write_windows(config),
+        "hidden_act": activation_name(config),
+        "qkv_bias": config.qkv_bias,
+        "shared_expert_intermediate_size": config.shared_mlp_dim,
+    }
+
+
+QWEN2_MOE = Family(
+    model_type="qwen2_moe",
+    architecture="Qwen2MoeForCausalLM",
+    defaults={
+        **_DEFAULTS,
+        "num_key_value_heads": 16,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": False,
+        "router_aux_loss_coef": 0.001,
+        "decoder_sparse_step": 1,
+        "qkv_bias": True,
+    },
+    read=_read_qwen2_moe,
+    write=_write_qwen2_moe,
+    tensors=(
+        *_MIXTURE_TENSORS,
+        *shared_expert("shared_expert"),
+        Tensor(
+            path="layers/shared/token_gate",
+            hf="model.layers.{layer}.mlp.shared_expert_gate.weight",
+            transpose=True,
+        ),
+    ),
+)
+
+
+def _read_qwen3_moe(s: Settings) -> dict[str, Any]:
+    bias = bool(s["attention_bias"])
+    window, layers = s["sliding_window"], range(s["num_hidden_layers"])
+    local = tuple(layers) if s["use_sliding_window"] and window is not None else ()
+    return {
+        **_read_mixture(s, num_experts=read_num_experts(s, default=128)),
+        **s.windows(local, window),
+        "activation": s.activation(),
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "qk_norm": "head",
+    }
+
+
+def _write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
+    return {
+        **_write_mixture(config),
+        **write_window_of_all(config),
+        "use_sliding_window": bool(config.local_layers),
+        "attention_bias": config.qkv_bias,
     }
 
 
@@ -144,8 +231,5 @@ QWEN3_MOE = Family(
     harmless=("max_window_layers",),
     read=_read_qwen3_moe,
     write=_write_qwen3_moe,
-    tensors=(
-        *(*OUTER, *PRE_NORMS, *ATTENTION),
-        *experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
-    ),
+    tensors=_MIXTURE_TENSORS,
 )

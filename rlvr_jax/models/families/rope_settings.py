@@ -53,7 +53,7 @@ def _read_by_kind(s: Settings) -> dict[str, Any]:
         )
     return {
         "rope_theta": float(full.get("rope_theta") or theta),
-        "local_rope_theta": float(local.get("rope_theta") or local_theta),
+        "local_rope_theta": float(local.get("rope_theta") or local_theta or theta),
         **_read_scaling(s, "rope_scaling" if s["rope_scaling"] else "rope_parameters", full),
     }
 

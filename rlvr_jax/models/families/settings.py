@@ -129,7 +129,10 @@ class Settings:
         if not local_layers:
             return {}
         if not window or window < 1:
-            self.refuse("sliding_window", "layers are local; expected their window")
+            self.refuse(
+                "sliding_window",
+                "layers are local; expected their window, and no use_sliding_window: false",
+            )
             return {}
         return {"local_layers": local_layers, "sliding_window": window}
 
