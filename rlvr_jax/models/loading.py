@@ -164,23 +164,25 @@ class Weights:
         with concurrent.futures.ThreadPoolExecutor(_NUM_THREADS) as pool:
 
             def read(path: str, indices: Sequence[Index]) -> list[np.ndarray]:
-                return self._read(path, indices, dtype, pool=pool, advance=advance)
+                of = np.dtype(np.float32) if quantizes(path, quantization) else dtype
+                return self._read(path, indices, of, pool=pool, advance=advance)
 
             def one(path: str) -> Any:
-                few_bits = quantization if quantizes(path, quantization) else None
+                quantized = quantization is not None and quantizes(path, quantization)
+                put: Callable[[np.ndarray, Any], Any] = jax.device_put
+                if quantized:
+                    put = functools.partial(quantize_piece, path=path, quantization=quantization)
                 if mesh is None:
                     [whole] = read(path, [tuple((0, size) for size in self._shapes[path])])
-                    if few_bits is None:
-                        return whole
-                    return finished(
-                        quantize_piece(whole, None, path, few_bits), path, few_bits, mesh
-                    )
-                if few_bits is None:
-                    return self._place(path, shardings[path], read, jax.device_put)
-                put = functools.partial(quantize_piece, path=path, quantization=few_bits)
-                spread = kernel_sharding(path, self._shapes[path], mesh)
-                return finished(self._place(path, spread, read, put), path, few_bits, mesh)
+                    parameter = put(whole, None) if quantized else whole
+                elif quantized:
+                    spread = kernel_sharding(path, self._shapes[path], mesh)
+                    parameter = self._place(path, spread, read, put)
+                else:
+                    parameter = self._place(path, shardings[path], read, put)
+                return finished(parameter, path, quantization, mesh) if quantized else parameter
 
+            shardings: dict[str, Any] = {}
             if mesh is not None:
                 shardings = flatten(param_shardings(mesh, abstract_params(self.config), PARAM_AXES))
             return nest({path: one(path) for path in self._shapes})
@@ -206,7 +208,8 @@ class Weights:
     ) -> Any:
         """A parameter on the mesh, each slice as ``put`` makes it an array, or several, of a device.
 
-        ``jax.make_array_from_callback`` would hold the slices of all devices at once."""
+        ``jax.make_array_from_callback`` would hold the slices of all devices at once.
+        """
         devices = _devices_by_index(self._shapes[path], sharding)
         together: dict[Any, list[Index]] = {}
         for index in devices:
