@@ -85,9 +85,17 @@ def get_config(arg: str = "") -> ConfigDict:
     config.train = ConfigDict(
         dict(row_length=240, micro_rows=0, remat="full", num_epochs=1, num_minibatches=1)
     )
-    # With a rank, low-rank adapters beside the kernels whose paths match are trained, and nothing else.
+    # With a rank, low-rank adapters beside the kernels whose paths match are trained, and nothing else; the
+    # kernels they stand beside may be kept in few bits.
     config.adapter = ConfigDict(
-        dict(rank=0, alpha=16.0, targets="layers/(attn|mlp)/.*", dora=False)
+        dict(
+            rank=0,
+            alpha=16.0,
+            targets="layers/(attn|mlp)/.*",
+            dora=False,
+            quantize="none",
+            double_quant=False,
+        )
     )
     config.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1, expert=1, context=1))
     config.verifiers = ConfigDict(dict(num_workers=2, timeout_s=5.0))

@@ -132,9 +132,9 @@ def _is_axes(node: Any) -> bool:
     return isinstance(node, tuple) and all(axis is None or isinstance(axis, str) for axis in node)
 
 
-def tree_paths(tree: Any) -> dict[str, Any]:
+def tree_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
     """'a/b/c' -> leaf of a nested dict, in tree order."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf)
     return {"/".join(str(key.key) for key in path): leaf for path, leaf in leaves}
 
 

@@ -9,7 +9,8 @@ base costs no second copy of it.
     logprobs, _ = batch_logprobs(model, with_adapters(base, adapters, adapter), batch, ...)
 
 ``with_adapters`` only puts them beside the kernels (``linear.AdaptedKernel``); sums are made a layer at a
-time where they are used. ``merge_adapters`` makes plain parameters of both. ``peft.py`` writes adapters alone.
+time where they are used. ``merge_adapters`` makes plain parameters of both. ``peft.py`` writes adapters alone. The base
+may be kept in few bits (QLoRA, see ``frozen.py``); base then means that: the reference, and what is merged into.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ import numpy as np
 from rlvr_jax.distributed.sharding import tree_paths
 from rlvr_jax.models.config import ModelConfig
 from rlvr_jax.models.decoder import PARAM_AXES, Params, abstract_params
-from rlvr_jax.models.linear import AdaptedKernel, column_norms
+from rlvr_jax.models.linear import AdaptedKernel, column_norms, computed_kernel
+from rlvr_jax.models.quantized import Quantization, QuantizedKernel
 
 # The kernels that go through ``linear.matmul``; experts' do not.
 ADAPTABLE = re.compile(r"(dense_)?layers/(attn/[qkvo]|mlp/(gate|up|down))")
@@ -55,15 +57,19 @@ class AdapterConfig:
       targets: regular expression that the whole path of a kernel must match, ``layers/attn/q`` to ``layers/mlp/down``;
         the layers without experts at the start of a mixture, ``dense_layers``, count as ``layers``.
       dora: train the norms of the columns too.
+      quantize: keep the base's kernels as ``nf4`` or ``int8``, adapted or not; ``none`` leaves them float32.
+      double_quant: keep the scales of that in 8 bits too.
 
     Raises:
-      ValueError: a rank or alpha that is not positive, or no regular expression.
+      ValueError: a rank or alpha that is not positive, no regular expression, an unknown way to quantise.
     """
 
     rank: int
     alpha: float
     targets: str
     dora: bool = False
+    quantize: str = "none"
+    double_quant: bool = False
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -79,6 +85,18 @@ class AdapterConfig:
                 f"adapter.targets is {self.targets!r}, no regular expression ({error}); expected one that matches "
                 "paths such as layers/attn/q: 'layers/(attn|mlp)/.*' adapts all"
             ) from error
+        if self.double_quant and self.quantize == "none":
+            raise ValueError(
+                "adapter.double_quant is on and adapter.quantize is 'none': there are no scales; expected nf4 or int8"
+            )
+        _ = self.quantization  # raises for a kind that there is not
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """How the base's kernels are kept; None for float32."""
+        if self.quantize == "none":
+            return None
+        return Quantization(kind=self.quantize, double=self.double_quant)
 
     @property
     def scale(self) -> float:
@@ -87,7 +105,16 @@ class AdapterConfig:
 
 
 def adapter_config(*, rank: int, **settings: Any) -> AdapterConfig | None:
-    """The section ``adapter`` of a config; None, all parameters are trained, when its rank is 0."""
+    """The section ``adapter`` of a config; None, all parameters are trained, when its rank is 0.
+
+    Raises:
+      ValueError: see ``AdapterConfig``; or a base in few bits is asked for, which cannot be trained itself.
+    """
+    if not rank and settings.get("quantize", "none") != "none":
+        raise ValueError(
+            f"adapter.quantize is {settings['quantize']!r} and adapter.rank 0: parameters in few bits are not trained; "
+            "expected none, or a rank of adapters to train beside them"
+        )
     return AdapterConfig(rank=rank, **settings) if rank else None
 
 
@@ -97,7 +124,8 @@ def target_kernels(config: AdapterConfig, base: Params) -> dict[str, Any]:
     Raises:
       ValueError: there are none; the message lists what can be.
     """
-    kernels = {path: leaf for path, leaf in tree_paths(base).items() if ADAPTABLE.fullmatch(path)}
+    leaves = tree_paths(base, is_leaf=lambda leaf: isinstance(leaf, QuantizedKernel))
+    kernels = {path: leaf for path, leaf in leaves.items() if ADAPTABLE.fullmatch(path)}
     chosen = {
         path: leaf
         for path, leaf in kernels.items()
@@ -129,7 +157,7 @@ def init_adapters(config: AdapterConfig, base: Params, key: jax.Array) -> Params
         node["a"] = jax.random.uniform(key_of, shape, minval=-bound, maxval=bound)
         node["b"] = jnp.zeros((layers, config.rank, columns))
         if config.dora:
-            node["magnitude"] = column_norms(kernel)
+            node["magnitude"] = jax.lax.map(lambda w: column_norms(computed_kernel(w)), kernel)
     return tree
 
 
@@ -155,26 +183,29 @@ def with_adapters(base: Params, adapters: Params, config: AdapterConfig) -> Para
 
 
 def merge_adapters(base: Params, adapters: Params, config: AdapterConfig) -> Params:
-    """Plain parameters of the same maths, where ``base`` is: NumPy on the host, or spread over the mesh as it is."""
+    """Plain float32 parameters of the same maths, where ``base`` is: NumPy on the host, or spread over the mesh."""
 
     def plain(leaf: Any) -> Any:
-        if not isinstance(leaf, AdaptedKernel):
+        if not isinstance(leaf, AdaptedKernel | QuantizedKernel):
             return leaf
-        if isinstance(leaf.kernel, jax.Array):
-            return _merge_layers(leaf, leaf.kernel.sharding)
-        return np.stack([np.asarray(leaf[layer].merged()) for layer in range(len(leaf.kernel))])
+        kernel = leaf.kernel if isinstance(leaf, AdaptedKernel) else leaf
+        spread = kernel.codes if isinstance(kernel, QuantizedKernel) else kernel
+        if isinstance(spread, jax.Array):
+            return _merge_layers(leaf, spread.sharding)
+        layers = range(kernel.shape[0])
+        return np.stack([np.asarray(computed_kernel(leaf[layer])) for layer in layers])
 
     return jax.tree.map(
         plain,
         with_adapters(base, adapters, config),
-        is_leaf=lambda leaf: isinstance(leaf, AdaptedKernel),
+        is_leaf=lambda leaf: isinstance(leaf, AdaptedKernel | QuantizedKernel),
     )
 
 
-def _merge_layers(stacked: AdaptedKernel, sharding: jax.sharding.Sharding) -> jax.Array:
-    merge = jax.jit(
-        lambda kernel: jax.lax.map(AdaptedKernel.merged, kernel), out_shardings=sharding
-    )
+def _merge_layers(
+    stacked: AdaptedKernel | QuantizedKernel, sharding: jax.sharding.Sharding
+) -> jax.Array:
+    merge = jax.jit(lambda kernel: jax.lax.map(computed_kernel, kernel), out_shardings=sharding)
     return merge(stacked)
 
 
@@ -185,7 +216,8 @@ def checksum(base: Params) -> int:
     """
 
     def of_leaf(leaf: jax.Array) -> jax.Array:
-        bits = jax.lax.bitcast_convert_type(leaf, jnp.uint32)
+        codes = jnp.issubdtype(leaf.dtype, jnp.integer)
+        bits = leaf.astype(jnp.uint32) if codes else jax.lax.bitcast_convert_type(leaf, jnp.uint32)
         for axis in range(leaf.ndim):
             bits = _mixed(bits + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis))
         return jnp.sum(bits, dtype=jnp.uint32)

@@ -38,12 +38,16 @@ from rlvr_jax.models.layers import Attend, AttentionRule, Layer, RMSNorm
 from rlvr_jax.models.linear import (
     MATMUL,
     AdaptedKernel,
+    Kernel,
+    computed_kernel,
+    in_few_bits,
     init_kernel,
     matmul,
     matmul_by_rows,
     soft_cap,
 )
 from rlvr_jax.models.moe import Routing
+from rlvr_jax.models.quantized import QuantizedKernel
 from rlvr_jax.models.rope import Table, layer_tables
 
 Params = Any  # nested dict of arrays
@@ -225,7 +229,7 @@ class Decoder(nnx.Module):
         new_caches, routings = [], []
         for index, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
             rope, rule = of_layer(index)
-            x, cache, routing = layer(x, rope, attend, rule, cache)
+            x, cache, routing = _dense_after(layer, x)(x, rope, attend, rule, cache)
             new_caches.append(cache)
             routings.append(routing)
         return self.final_norm(x), new_caches, routings
@@ -266,19 +270,21 @@ class Decoder(nnx.Module):
 
     def unstack(self, dtype: Any) -> list[Layer]:
         """The layers one by one, kernels cast to ``dtype`` and gathered (but for experts and the tensor axis): one
-        copy, made once a program. Adapters are merged into their kernels: they cost decoding nothing."""
+        copy, made once a program. Adapters are merged into their kernels: they cost decoding nothing. Kernels in few
+        bits stay so, or there would be a dense copy of the model: they and their adapters are merged at every token."""
         return [layer for name in self.config.stacks for layer in self._unstack(name, dtype)]
 
     def _unstack(self, name: str, dtype: Any) -> list[Layer]:
         graphdef, state = nnx.split(getattr(self, name))
         stacked = nnx.to_pure_dict(state)
 
-        def pick(path: Any, param: jax.Array | AdaptedKernel, index: int) -> jax.Array:
+        def pick(path: Any, param: Kernel, index: int) -> Kernel:
             axes = PARAM_AXES["/".join([name, *(str(key.key) for key in path)])][1:]
-            if isinstance(param, AdaptedKernel):
-                kernel = param[index].merged().astype(dtype)
-            else:
-                kernel = param[index] if param.ndim == 2 else param[index].astype(dtype)
+            if in_few_bits(param):
+                return param[index]
+            kernel = computed_kernel(param[index])
+            if isinstance(param, AdaptedKernel) or param.ndim > 2:
+                kernel = kernel.astype(dtype)
             return constrain(kernel, *(None if axis in GATHERED else axis for axis in axes))
 
         return [
@@ -288,7 +294,7 @@ class Decoder(nnx.Module):
                     jax.tree_util.tree_map_with_path(
                         functools.partial(pick, index=index),
                         stacked,
-                        is_leaf=lambda param: isinstance(param, AdaptedKernel),
+                        is_leaf=lambda param: isinstance(param, AdaptedKernel | QuantizedKernel),
                     )
                 ),
             )
@@ -337,6 +343,23 @@ def compiler_options(mesh: jax.sharding.Mesh, *, backward: bool = False) -> dict
             if backward:
                 options["xla_disable_hlo_passes"] = "while-loop-invariant-code-motion"
     return options
+
+
+def _dense_after(layer: Layer, x: jax.Array) -> Layer:
+    """The layer, whose kernels in few bits cannot be made dense before x is there.
+
+    They do not change from token to token: without this the compiler takes their dense copies, those of all layers, out
+    of the loop over tokens.
+    """
+    graphdef, state = nnx.split(layer)
+    params = nnx.to_pure_dict(state)
+    if not any(map(in_few_bits, jax.tree.leaves(params, is_leaf=in_few_bits))):
+        return layer
+
+    def held(param: Any) -> Any:
+        return jax.lax.optimization_barrier((param, x))[0] if in_few_bits(param) else param
+
+    return nnx.merge(graphdef, nnx.State(jax.tree.map(held, params, is_leaf=in_few_bits)))
 
 
 def _pick(values: Sequence[int], index: int | jax.Array) -> int | jax.Array:

@@ -12,6 +12,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from rlvr_jax.distributed.sharding import constrain
+from rlvr_jax.models.quantized import QuantizedKernel
+
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
@@ -28,13 +31,13 @@ class AdaptedKernel:
     """A frozen kernel with an adapter beside it, in a kernel's place among the parameters.
 
     Attributes:
-      kernel: float32[..., in, out], the base's.
+      kernel: float32[..., in, out], the base's, or that in few bits.
       a, b: float32[..., in, r] and float32[..., r, out].
       magnitude: float32[..., out], norms of the columns (DoRA); None leaves them as they come.
       scale: of a @ b.
     """
 
-    kernel: jax.Array
+    kernel: jax.Array | QuantizedKernel
     a: jax.Array
     b: jax.Array
     magnitude: jax.Array | None = None
@@ -48,8 +51,11 @@ class AdaptedKernel:
         """float32[in, out], kernel + scale * a @ b."""
         # The scale is multiplied in before, exactly where it is a power of two, and no compiler has a sum of products
         # left to contract one way here and another there: sampler and trainer get the same bits.
-        product = jnp.dot(self.a, self.scale * self.b, precision=jax.lax.Precision.HIGHEST)
-        return self.kernel + product
+        a, kernel = self.a, self.kernel
+        if isinstance(kernel, QuantizedKernel):
+            a, kernel = constrain(a, kernel.axes[0], None), kernel.dense()
+        product = jnp.dot(a, self.scale * self.b, precision=jax.lax.Precision.HIGHEST)
+        return kernel + product
 
     def merged(self) -> jax.Array:
         """float32[in, out], the kernel that this computes with."""
@@ -59,17 +65,32 @@ class AdaptedKernel:
         return total * (self.magnitude / column_norms(total))[None, :]
 
 
+Kernel = jax.Array | QuantizedKernel | AdaptedKernel
+
+
 def column_norms(kernel: jax.Array) -> jax.Array:
     """float32[..., out] of float32[..., in, out]; of a column of zeros, a number that is not 0."""
     return jnp.sqrt(jnp.maximum(jnp.sum(kernel * kernel, -2), jnp.finfo(jnp.float32).tiny))
 
 
-def matmul(
-    x: jax.Array, kernel: jax.Array | AdaptedKernel, bias: nnx.Param | None = None
-) -> jax.Array:
+def in_few_bits(kernel: Any) -> bool:
+    """Whether what is in a kernel's place among the parameters is a quantised one, adapted or not."""
+    return isinstance(
+        kernel.kernel if isinstance(kernel, AdaptedKernel) else kernel, QuantizedKernel
+    )
+
+
+def computed_kernel(kernel: Kernel) -> jax.Array:
+    """float32[in, out], what ``matmul`` multiplies with."""
+    if isinstance(kernel, AdaptedKernel):
+        return kernel.merged()
+    return kernel.dense() if isinstance(kernel, QuantizedKernel) else kernel
+
+
+def matmul(x: jax.Array, kernel: Kernel, bias: nnx.Param | None = None) -> jax.Array:
     """x @ kernel + bias in x's dtype, accumulated in float32 and rounded once.
 
-    Beside an adapter, kernel and bias are frozen: their gradients are zero.
+    In few bits or beside an adapter, kernel and bias are frozen: their gradients are zero.
 
     Args:
       x: dtype[N, in].
@@ -81,6 +102,8 @@ def matmul(
     of_bias = None if bias is None else bias[...]
     if isinstance(kernel, AdaptedKernel):
         return _adapted_matmul(x, kernel, of_bias)
+    if isinstance(kernel, QuantizedKernel):
+        return _quantized_matmul(x, kernel, of_bias)
     return _matmul(x, kernel, of_bias)
 
 
@@ -197,6 +220,31 @@ def _adapted_backward(
 
 
 _adapted_matmul.defvjp(_adapted_forward, _adapted_backward)
+
+
+@jax.custom_vjp
+def _quantized_matmul(x: jax.Array, kernel: QuantizedKernel, bias: jax.Array | None) -> jax.Array:
+    return _quantized_forward(x, kernel, bias)[0]
+
+
+def _quantized_forward(
+    x: jax.Array, kernel: QuantizedKernel, bias: jax.Array | None
+) -> tuple[jax.Array, QuantizedKernel]:
+    return _forward(x, kernel.dense(), bias)[0], kernel
+
+
+def _quantized_backward(kernel: QuantizedKernel, cotangent: jax.Array) -> tuple[Any, None, None]:
+    """Made dense once more: what is kept for the backward pass has few bits."""
+    of_x = jax.lax.dot_general(
+        cotangent,
+        kernel.dense().astype(cotangent.dtype),
+        (((1,), (1,)), ((), ())),
+        preferred_element_type=jnp.float32,
+    )
+    return of_x.astype(cotangent.dtype), None, None
+
+
+_quantized_matmul.defvjp(_quantized_forward, _quantized_backward)
 
 
 def init_kernel(rngs: nnx.Rngs, *shape: int) -> nnx.Param:

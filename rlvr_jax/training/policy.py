@@ -29,6 +29,8 @@ from rlvr_jax.models import peft
 from rlvr_jax.models.adapters import adapter_config, checksum, merge_adapters
 from rlvr_jax.models.config import ModelConfig
 from rlvr_jax.models.decoder import Params, init_params
+from rlvr_jax.models.frozen import base_shardings, quantize_base
+from rlvr_jax.models.quantized import Quantization
 from rlvr_jax.models.weights import open_weights, read_params, resolve_model, save_weights
 from rlvr_jax.rollout.engine import Engine
 from rlvr_jax.tasks.splits import content_hash
@@ -44,6 +46,7 @@ from rlvr_jax.types import Completion, Message, SamplingParams
 class Pretrained:
     """What a model directory, file or run holds: float32 params, NumPy on the host, or on a mesh.
 
+    The layers' kernels are in few bits, if that was asked for.
     ``step`` is the number of updates of the run it was taken from; None for weights that are nobody's run.
     """
 
@@ -58,7 +61,10 @@ TINY = "tiny-random"
 
 
 def load_pretrained(
-    name_or_path: str | Path, *, mesh: jax.sharding.Mesh | None = None
+    name_or_path: str | Path,
+    *,
+    mesh: jax.sharding.Mesh | None = None,
+    quantization: Quantization | None = None,
 ) -> Pretrained:
     """Loads weights, tokenizer and chat template.
 
@@ -67,37 +73,49 @@ def load_pretrained(
         workdir of a run (its newest healthy checkpoint), adapters as PEFT saves them (merged into the base that they
         name), or ``tiny-random`` (random weights on bytes, for smoke tests).
       mesh: where the params go; each process reads what its devices hold, and no host holds the model. None for NumPy.
+      quantization: how to keep the layers' kernels, as the frozen base of adapters. Those of a run or of adapters are
+        merged in float32 before.
 
     Raises:
       WeightsError: nothing there, damaged, or the tokenizer or the adapters are of another model.
       ValueError: the model does not divide over the mesh.
       CheckpointError: a run whose checkpoints are all damaged, or of another model than its config says.
     """
+    directory = Path(name_or_path).expanduser()
+    merged = None
     if name_or_path == TINY:
-        return _tiny_random(mesh)
-    if (Path(name_or_path).expanduser() / "checkpoints").is_dir():
-        return _newest_checkpoint(Path(name_or_path).expanduser(), mesh)
-    if (Path(name_or_path).expanduser() / peft.CONFIG_FILE).is_file():
-        return _adapted(Path(name_or_path).expanduser(), mesh)
+        merged = _tiny_random(mesh)
+    elif (directory / "checkpoints").is_dir():
+        merged = _newest_checkpoint(directory, mesh)
+    elif (directory / peft.CONFIG_FILE).is_file():
+        merged = _adapted(directory, mesh)
+    if merged is not None:
+        if quantization is None:
+            return merged
+        if mesh is not None:
+            base_shardings(merged.config, mesh, quantization)  # raises where blocks do not divide
+        few_bits = quantize_base(merged.params, quantization, mesh)
+        return dataclasses.replace(merged, params=few_bits)
     path = resolve_model(name_or_path)
     tokenizer = load_tokenizer(path)
     weights = open_weights(path)
     check_vocab(tokenizer, weights.config)
     if mesh is not None:
         check_mesh(weights.config, mesh)
+        base_shardings(weights.config, mesh, quantization)  # raises before anything is read
     return Pretrained(
         config=weights.config,
-        params=read_params(weights, mesh=mesh),
+        params=read_params(weights, mesh=mesh, quantization=quantization),
         tokenizer=tokenizer,
         chat=ChatTemplate(tokenizer),
     )
 
 
 def _adapted(directory: Path, mesh: jax.sharding.Mesh | None) -> Pretrained:
-    """A base with the adapters in ``directory`` merged in."""
-    name = peft.base_of(directory)
+    """A base with the adapters in ``directory`` merged in; in few bits before, if it was when they were trained."""
+    name, quantization = peft.base_of(directory)
     try:
-        base = load_pretrained(name, mesh=mesh)
+        base = load_pretrained(name, mesh=mesh, quantization=quantization)
     except WeightsError as error:
         raise WeightsError(f"{directory} holds adapters of {name!r}: {error}") from error
     adapter, adapters = peft.load_adapters(directory, base.config)
@@ -114,8 +132,9 @@ def _newest_checkpoint(workdir: Path, mesh: jax.sharding.Mesh | None) -> Pretrai
             f"{workdir} has checkpoints but no {CONFIG_FILE} that names their model "
             f"({type(error).__name__}: {error}); expected the workdir of a run"
         ) from error
-    pretrained = load_pretrained(start, mesh=mesh)
     adapter = adapter_config(**settings["adapter"]) if "adapter" in settings else None
+    quantization = None if adapter is None else adapter.quantization
+    pretrained = load_pretrained(start, mesh=mesh, quantization=quantization)
     abstract = abstract_trained(pretrained.config, adapter)
     if mesh is not None:
         abstract = abstract_state(pretrained.config, optax.set_to_zero(), mesh, adapter).params

@@ -91,7 +91,9 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
     # The model, on its mesh.
     mesh = make_mesh(**config.mesh)
     check_settings(config, num_row_shards(mesh))
-    pretrained = load_pretrained(config.model, mesh=mesh)
+    adapter = adapter_config(**config.adapter)
+    quantization = None if adapter is None else adapter.quantization
+    pretrained = load_pretrained(config.model, mesh=mesh, quantization=quantization)
     model, tokenizer, chat = pretrained.config, pretrained.tokenizer, pretrained.chat
     check_router(model, "algorithm.router_aux_loss_coef", config.algorithm.router_aux_loss_coef)
     check_router(model, "rollout.router_replay", config.rollout.router_replay)
@@ -101,7 +103,6 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
     )
     learning_rate = learning_rate_schedule(optimizer_config)
     optimizer = make_optimizer(optimizer_config)
-    adapter = adapter_config(**config.adapter)
     if adapter is not None:
         check_layout(adapter, model)
     shardings = state_shardings(model, optimizer, mesh, adapter)

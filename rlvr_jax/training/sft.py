@@ -98,12 +98,13 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
 
     # The model, on its mesh.
     mesh = make_mesh(**config.mesh)
-    pretrained = load_pretrained(config.model, mesh=mesh)
+    adapter = adapter_config(**config.adapter)
+    quantization = None if adapter is None else adapter.quantization
+    pretrained = load_pretrained(config.model, mesh=mesh, quantization=quantization)
     model, tokenizer = pretrained.config, pretrained.tokenizer
     optimizer_config = OptimizerConfig(num_steps=config.num_steps, **config.optimizer)
     learning_rate = learning_rate_schedule(optimizer_config)
     optimizer = make_optimizer(optimizer_config)
-    adapter = adapter_config(**config.adapter)
     if adapter is not None:
         check_layout(adapter, model)
     shardings = state_shardings(model, optimizer, mesh, adapter)
@@ -187,7 +188,7 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
         step, seconds = 0, 0.0
         base, base_checksum = None, None
         if adapter is not None:
-            base = put(pretrained.params, model_shardings(model, mesh))
+            base = put(pretrained.params, model_shardings(model, mesh, adapter))
             base_checksum = checksum(pretrained.params)
         restored = checkpointer.restore(abstract_state(model, optimizer, mesh, adapter))
         if restored is not None:

@@ -15,6 +15,7 @@ from rlvr_jax.distributed.sharding import param_shardings, replicated, shardings
 from rlvr_jax.models.adapters import ADAPTER_AXES, AdapterConfig, abstract_adapters, init_adapters
 from rlvr_jax.models.config import ModelConfig
 from rlvr_jax.models.decoder import PARAM_AXES, Params, abstract_params
+from rlvr_jax.models.frozen import base_shardings
 from rlvr_jax.types import TrainState
 
 
@@ -127,10 +128,15 @@ def abstract_trained(config: ModelConfig, adapter: AdapterConfig | None) -> Para
     return abstract_params(config) if adapter is None else abstract_adapters(adapter, config)
 
 
-def model_shardings(config: ModelConfig, mesh: jax.sharding.Mesh) -> Params:
-    """NamedShardings of the model's parameters; raises ValueError with the numbers when it does not divide."""
+def model_shardings(
+    config: ModelConfig, mesh: jax.sharding.Mesh, adapter: AdapterConfig | None = None
+) -> Params:
+    """NamedShardings of the model's parameters; raises ValueError with the numbers when it does not divide.
+
+    ``adapter`` is what stands beside them, if they are its base: it may want them in few bits.
+    """
     check_mesh(config, mesh)
-    return param_shardings(mesh, abstract_params(config), PARAM_AXES)
+    return base_shardings(config, mesh, None if adapter is None else adapter.quantization)
 
 
 def state_shardings(
@@ -184,7 +190,8 @@ def init_state(
     """The state before the first update.
 
     Args:
-      params: NumPy or JAX arrays of the decoder's layout; copied, so that donating the state leaves them alone.
+      params: NumPy or JAX arrays of the decoder's layout; copied, so that donating the state leaves them alone. Those
+        that are kept in few bits already are, if ``adapter`` says so.
       seed: of the state's key, and of new adapters.
       adapter: if given, new adapters of ``params``, their base, are what the state holds.
     """
@@ -196,7 +203,7 @@ def init_state(
         return init_adapters(adapter, params, jax.random.key(seed))
 
     placed = jax.jit(first, out_shardings=shardings.params)(
-        put(params, model_shardings(config, mesh))
+        put(params, model_shardings(config, mesh, adapter))
     )
     opt_state = jax.jit(optimizer.init, out_shardings=shardings.opt_state)(placed)
     step = put(np.int32(0), shardings.step)

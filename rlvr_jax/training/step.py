@@ -460,7 +460,7 @@ def make_learner(
         optimizer=optimizer,
         mesh=mesh,
         shardings=shardings,
-        base_shardings=model_shardings(model, mesh),
+        base_shardings=model_shardings(model, mesh, config.adapter),
         config=config,
         _update=jax.jit(
             functools.partial(

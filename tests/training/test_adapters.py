@@ -16,12 +16,13 @@ from rlvr_jax.data.packing import pack_groups
 from rlvr_jax.distributed.mesh import make_mesh
 from rlvr_jax.distributed.sharding import tree_paths
 from rlvr_jax.envs.single_turn import make_trajectory
-from rlvr_jax.errors import WeightsError
+from rlvr_jax.errors import ConfigError, WeightsError
 from rlvr_jax.metrics import read_metrics
-from rlvr_jax.models.adapters import AdapterConfig, merge_adapters, with_adapters
+from rlvr_jax.models.adapters import AdapterConfig, adapter_config, merge_adapters, with_adapters
 from rlvr_jax.models.attention import key_bucket
 from rlvr_jax.models.config import ModelConfig
 from rlvr_jax.models.decoder import init_params
+from rlvr_jax.models.frozen import quantize_base
 from rlvr_jax.models.policy_head import LogitTransform
 from rlvr_jax.rollout.engine import Engine
 from rlvr_jax.rollout.naive import NaiveSampler
@@ -41,6 +42,8 @@ from tests.training.toys import REPOSITORY, get_config, override
 
 ADAPTER = AdapterConfig(rank=4, alpha=8.0, targets="layers/(attn|mlp)/.*")
 DORA = dataclasses.replace(ADAPTER, dora=True)
+NF4 = dataclasses.replace(ADAPTER, quantize="nf4", double_quant=True)
+INT8 = dataclasses.replace(ADAPTER, quantize="int8", targets="layers/attn/[qv]")
 MODEL = ModelConfig(
     vocab_size=512,
     num_layers=4,
@@ -60,6 +63,8 @@ class Trained:
         mesh = make_mesh(*sizes, devices=jax.devices()[: int(np.prod(sizes))])
         self.params = init_params(MODEL, jax.random.key(0))
         self.params["embed"]["embedding"] *= 5
+        if adapter is not None and adapter.quantization is not None:
+            self.params = quantize_base(self.params, adapter.quantization, None)
         self.adapter = adapter
         optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-3, num_steps=9))
         self.state = init_state(MODEL, self.params, optimizer, mesh, seed=0, adapter=adapter)
@@ -122,6 +127,9 @@ class Trained:
     [
         (DORA, "bfloat16"),
         pytest.param(ADAPTER, "float32", marks=pytest.mark.slow),
+        (NF4, "float32"),
+        pytest.param(INT8, "bfloat16", marks=pytest.mark.slow),
+        pytest.param(dataclasses.replace(NF4, dora=True), "bfloat16", marks=pytest.mark.slow),
         pytest.param(ADAPTER, "bfloat16", marks=pytest.mark.slow),
         pytest.param(DORA, "float32", marks=pytest.mark.slow),
     ],
@@ -132,7 +140,7 @@ def test_sampler_and_trainer_agree_and_the_kl_is_that_of_the_merged_model_to_the
     trained = Trained(dtype=dtype, adapter=adapter).move()
     samples = trained.sample()
     minibatch = trained.minibatch(samples)
-    merged = trained.learner.place(merge_adapters(trained.base, trained.state.params, adapter))
+    merged = merge_adapters(trained.base, trained.state.params, adapter)
     of_merged, of_base = (
         np.asarray(batch.ref_logprobs, np.float64)[np.asarray(batch.loss_mask) > 0]
         for batch in (trained.minibatch(samples, merged).batch, minibatch.batch)
@@ -145,10 +153,11 @@ def test_sampler_and_trainer_agree_and_the_kl_is_that_of_the_merged_model_to_the
     assert kl > 1e-3  # the base is not the policy any more
 
 
-def test_the_engine_samples_what_the_naive_sampler_does():
-    trained = Trained().move()
+@pytest.mark.parametrize("adapter", [ADAPTER, NF4], ids=["lora", "nf4"])
+def test_the_engine_samples_what_the_naive_sampler_does(adapter):
+    trained = Trained(adapter=adapter).move()
     samples = trained.sample()
-    merged = merge_adapters(trained.base, trained.state.params, ADAPTER)
+    merged = merge_adapters(trained.base, trained.state.params, adapter)
     for params in (trained.policy, merged):
         naive = NaiveSampler(MODEL, params).sample(
             trained.prompts[:2], params=SAMPLING, num_samples=2, request_ids=range(2)
@@ -160,7 +169,9 @@ def test_the_engine_samples_what_the_naive_sampler_does():
 
 
 @pytest.mark.parametrize(
-    "adapter", [ADAPTER, pytest.param(DORA, marks=pytest.mark.slow)], ids=["lora", "dora"]
+    "adapter",
+    [ADAPTER, NF4, *(pytest.param(other, marks=pytest.mark.slow) for other in (DORA, INT8))],
+    ids=["lora", "nf4", "dora", "int8"],
 )
 def test_an_update_moves_the_adapters_alone_and_eight_devices_do_as_one(adapter):
     ends = []
@@ -204,6 +215,45 @@ def test_an_update_holds_no_second_copy_of_the_base_and_no_moments_of_it():
     assert of_all.argument_size_in_bytes > 3 * size
     kernels = size - trained.base["embed"]["embedding"].nbytes
     assert of_adapters.temp_size_in_bytes < of_all.temp_size_in_bytes - 0.7 * kernels
+
+
+def test_a_base_in_few_bits_is_never_dense_all_at_once():
+    def memory(adapter):
+        trained = Trained(adapter=adapter)
+        minibatch = trained.minibatch(samples)
+        shape = jax.ShapeDtypeStruct
+        engine = Engine(MODEL, trained.policy, mesh=trained.learner.mesh)
+        with jax.set_mesh(trained.learner.mesh):
+            update = trained.learner._update.lower(
+                trained.state,
+                minibatch.batch,
+                trained.base,
+                bounds=minibatch.bounds,
+                num_samples=minibatch.num_samples,
+            )
+            sampling = engine._generate.lower(  # pyright: ignore[reportFunctionMemberAccess]
+                trained.policy,
+                shape((8, 16), jnp.int32),
+                shape((8,), jnp.int32),
+                shape((8,), jnp.uint32),
+                shape((), jnp.uint32),
+                num_samples=8,
+                max_tokens=12,
+                transform=LogitTransform.of(SAMPLING),
+                stop_token_ids=(),
+            )
+        return [lowered.compile().memory_analysis() for lowered in (update, sampling)]
+
+    lora = Trained()
+    samples = lora.sample()
+    Trained.prompts = lora.prompts
+    base = tree_paths(lora.base)
+    kernels = sum(leaf.nbytes for path, leaf in base.items() if leaf.ndim == 3)
+    for dense, few_bits, held in zip(memory(ADAPTER), memory(NF4), (0, 1), strict=True):
+        saved = dense.argument_size_in_bytes - few_bits.argument_size_in_bytes
+        assert saved > (1 - 0.53 / 4) * kernels
+        # One layer and its adapter's product; the sampler of a dense base holds a merged copy of all four.
+        assert few_bits.temp_size_in_bytes < dense.temp_size_in_bytes + (0.5 - held) * kernels
 
 
 def adapted(**values):
@@ -263,6 +313,33 @@ def test_the_fused_schedule_trains_the_adapters_that_the_staged_one_does(tmp_pat
         rl.train(adapted(num_steps=2, schedule=schedule), tmp_path / schedule)
     staged, fused = (adapters_of(tmp_path / name) for name in ("staged", "fused"))
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), staged, fused)
+
+
+@pytest.mark.slow
+def test_a_run_beside_four_bits_resumes_bitwise_and_is_merged_into_them(tmp_path):
+    config = adapted(num_steps=3, adapter__quantize="nf4", adapter__double_quant=True)
+    rl.train(config, tmp_path / "whole")
+    rl.train(override(config, num_steps=2), tmp_path / "cut")
+    rl.train(config, tmp_path / "cut")
+    whole = adapters_of(tmp_path / "whole")
+    jax.tree.map(np.testing.assert_array_equal, whole, adapters_of(tmp_path / "cut"))
+    records = [record for record in read_metrics(tmp_path / "whole") if "kl" in record]
+    assert records[0]["kl"] <= 1e-9 < 1e-7 < records[-1]["kl"]
+    assert all(record["logprob_delta_mean"] <= 1e-6 for record in records)
+    adapter = adapter_config(**config.adapter)
+    assert adapter is not None
+    base = load_pretrained("tiny-random", quantization=adapter.quantization).params
+    want = merge_adapters(base, whole, adapter)
+    for name in (tmp_path / "whole", tmp_path / "whole" / "adapter"):
+        jax.tree.map(np.testing.assert_array_equal, load_pretrained(name).params, want)
+    rl.train(
+        override(config, num_steps=3, schedule="fused"),
+        tmp_path / "fused",
+    )
+    fused = adapters_of(tmp_path / "fused")
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), fused, whole)
+    with pytest.raises(ConfigError, match="quantize"):
+        rl.train(override(config, adapter__quantize="int8"), tmp_path / "whole")
 
 
 @pytest.mark.slow
