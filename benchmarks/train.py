@@ -30,6 +30,7 @@ BEST: dict[str, dict[str, Any]] = {
         "prompt_len": 16,
         "new_tokens": 32,
         "samples_per_row": 2,
+        "micro_rows": 16,
         "mesh": "data",
     },
     "smollm2": {
@@ -40,6 +41,7 @@ BEST: dict[str, dict[str, Any]] = {
         "prompt_len": 64,
         "new_tokens": 64,
         "samples_per_row": 4,
+        "micro_rows": 0,
         "mesh": "fsdp",
     },
 }
@@ -65,7 +67,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--warmup", type=int, default=2, help="updates before them; the first compiles (default 2)")
     add("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="of activations")
     add("--remat", choices=["none", "dots", "full"], default="full", help="what is kept")
-    add("--micro-rows", type=int, default=0, help="rows whose gradient is computed at once; 0: all")
+    add("--micro-rows", type=int, help="rows whose gradient is computed at once; 0 for all")
     add("--mesh", choices=["data", "fsdp"], help="replicas, or one copy spread over the devices")
     add("--devices", type=int, help="virtual devices of a CPU (default: one a core)")
     add("--seed", type=int, default=0)

@@ -90,6 +90,7 @@ def main() -> None:
             trainer = trainer.with_gen_model_input_fn(fine_tuning_input)
         else:
             config = GRPOConfig(beta=0.04, epsilon=0.2, kl_loss_mode="low_var_kl")
+            config.temperature = 1.0  # which its learner takes from the rollout's settings
 
             def loss(model: Any, example: Any) -> Any:
                 return algo_core.grpo_loss_fn(

@@ -24,7 +24,10 @@ from rlvr_jax.data.packing import packing_stats
 from rlvr_jax.errors import ConfigError
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
-MICRO = "--rows 4 --length 16 --prompts 2 --group 2 --prompt-len 8 --new-tokens 8 --steps 1 --warmup 1 --devices 2"
+MICRO = (
+    "--rows 4 --length 16 --prompts 2 --group 2 --prompt-len 8 --new-tokens 8"
+    " --micro-rows 0 --steps 1 --warmup 1 --devices 2"
+)
 PEER = f"""
 import sys, time
 sys.path.insert(0, {str(REPOSITORY / "benchmarks" / "peers")!r})
