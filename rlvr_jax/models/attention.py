@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from rlvr_jax.models.linear import soft_cap
 
-ATTENTION = "attention"  # the name by which a remat policy can keep what attention came to
 MASKED = -1e30  # finite: a row with nothing to attend to stays finite, and its output is never used
 
 
@@ -51,29 +49,26 @@ def grouped_query_attention(
     Returns:
       dtype[M, N, H].
     """
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
-    return _attention(factor, softcap, q, tuple(stretches))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attention(
-    factor: float, softcap: float, q: jax.Array, stretches: tuple[KeyValues, ...]
-) -> jax.Array:
-    return _attention_forward(factor, softcap, q, stretches)[0]
-
-
-def _attention_forward(
-    factor: float, softcap: float, q: jax.Array, stretches: tuple[KeyValues, ...]
-) -> tuple[jax.Array, Any]:
     M, N, H = q.shape
     K = stretches[0].k.shape[1]
     R = N // K
-    scores = [_scores(q, part, factor, softcap) for part in stretches]
+    factor = H**-0.5 if scale is None else scale
+    scores = []
+    for part in stretches:
+        B, Q, _ = part.mask.shape
+        score = jnp.einsum(
+            "bqkrh,bksh->bkqrs",
+            q.reshape(B, Q, K, R, H).astype(jnp.float32),
+            part.k.astype(jnp.float32),
+        )
+        score = soft_cap(score * factor, softcap)
+        scores.append(jnp.where(part.mask[:, None, :, None, :], score, MASKED))
     flat = [_to_flat(score.max(-1)) for score in scores]
-    top = functools.reduce(jnp.maximum, flat)  # [M, K, R]
+    top = jax.lax.stop_gradient(functools.reduce(jnp.maximum, flat))  # [M, K, R]
     out = jnp.zeros((M, K, R, H + 1), jnp.float32)
     for score, part in zip(scores, stretches, strict=True):
-        weight = jnp.exp(score - _to_rows(top, part)[..., None])
+        B, Q, _ = part.mask.shape
+        weight = jnp.exp(score - top.reshape(B, Q, K, R).swapaxes(1, 2)[..., None])
         # The sum of the weights rides along as one more value: a dot adds in the order of the keys, so zeros between
         # them change no bit, while the order of a reduction depends on where in the row the keys lie.
         values = jnp.concatenate([part.v, jnp.ones_like(part.v[..., :1])], -1)
@@ -82,66 +77,7 @@ def _attention_forward(
             weight,
             values.astype(jnp.float32),
         ).reshape(M, K, R, H + 1)
-    result = (out[..., :H] / out[..., H:]).reshape(M, N, H).astype(q.dtype)
-    result = checkpoint_name(result, ATTENTION)
-    log_total = checkpoint_name(top + jnp.log(out[..., H]), ATTENTION)
-    return result, (q, stretches, result, log_total)
-
-
-def _attention_backward(
-    factor: float, softcap: float, saved: Any, cotangent: jax.Array
-) -> tuple[jax.Array, tuple[KeyValues, ...]]:
-    """Written out as in FlashAttention (Dao 2023, algorithm 2): from the result and the log of the softmax's sum, each
-    weight is one exponential again, which takes less than keeping it."""
-    q, stretches, result, log_total = saved
-    M, N, H = q.shape
-    K = stretches[0].k.shape[1]
-    cotangent = cotangent.astype(jnp.float32)
-    along = (cotangent * result.astype(jnp.float32)).sum(-1).reshape(M, K, N // K)
-    of_q = jnp.zeros((M, N, H), jnp.float32)
-    of_stretches = []
-    for part in stretches:
-        B, Q, _ = part.mask.shape
-        rows = (B, Q, K, N // K, H)
-        score = _scores(q, part, factor, softcap)
-        weight = jnp.exp(score - _to_rows(log_total, part)[..., None])
-        of_weight = jnp.einsum(
-            "bqkrh,bksh->bkqrs", cotangent.reshape(rows), part.v.astype(jnp.float32)
-        )
-        of_score = weight * (of_weight - _to_rows(along, part)[..., None]) * factor
-        if softcap:
-            of_score *= 1 - jnp.where(part.mask[:, None, :, None, :], score / softcap, 0.0) ** 2
-        of_v = jnp.einsum("bkqrs,bqkrh->bksh", weight, cotangent.reshape(rows))
-        of_k = jnp.einsum("bkqrs,bqkrh->bksh", of_score, q.reshape(rows).astype(jnp.float32))
-        of_part = jnp.einsum("bkqrs,bksh->bqkrh", of_score, part.k.astype(jnp.float32))
-        of_q += of_part.reshape(M, N, H)
-        no_mask: Any = None
-        of_stretches.append(
-            KeyValues(of_k.astype(part.k.dtype), of_v.astype(part.v.dtype), no_mask)
-        )
-    return of_q.astype(q.dtype), tuple(of_stretches)
-
-
-_attention.defvjp(_attention_forward, _attention_backward)
-
-
-def _scores(q: jax.Array, part: KeyValues, factor: float, softcap: float) -> jax.Array:
-    """float32[B, K, Q, R, S], ``MASKED`` where a query may not look."""
-    B, Q, _ = part.mask.shape
-    K = part.k.shape[1]
-    score = jnp.einsum(
-        "bqkrh,bksh->bkqrs",
-        q.reshape(B, Q, K, -1, q.shape[-1]).astype(jnp.float32),
-        part.k.astype(jnp.float32),
-    )
-    score = soft_cap(score * factor, softcap)
-    return jnp.where(part.mask[:, None, :, None, :], score, MASKED)
-
-
-def _to_rows(x: jax.Array, part: KeyValues) -> jax.Array:
-    """[B * Q, K, R] -> [B, K, Q, R]."""
-    B, Q, _ = part.mask.shape
-    return x.reshape(B, Q, *x.shape[1:]).swapaxes(1, 2)
+    return (out[..., :H] / out[..., H:]).reshape(M, N, H).astype(q.dtype)
 
 
 def _to_flat(x: jax.Array) -> jax.Array:

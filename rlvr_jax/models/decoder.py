@@ -27,7 +27,6 @@ from flax import nnx
 
 from rlvr_jax.distributed.sharding import constrain
 from rlvr_jax.models.attention import (
-    ATTENTION,
     KeyValues,
     row_masks,
 )
@@ -88,7 +87,7 @@ NO_WINDOW = 1 << 30  # of a layer that sees all keys, in a model where others do
 
 REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
     "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.save_only_these_names(MATMUL, ATTENTION),
+    "dots": jax.checkpoint_policies.save_only_these_names(MATMUL),
     "none": None,
 }
 
