@@ -7,14 +7,11 @@ The parts are those of ``training/rl.py``: ``run_groups`` over the engine and th
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import functools
 import os
-import platform
 import statistics
 import time
 from collections.abc import Sequence
-from importlib.metadata import version
 from typing import Any
 
 import jax
@@ -26,27 +23,25 @@ from benchmarks.measure import (
     cache_bytes,
     count_flops,
     cpu_seconds,
+    describe_machine,
     foreign_share,
+    gib,
     matmul_peak,
     memory_bound_bytes,
     peak_rss_bytes,
 )
+from benchmarks.updates import Programs
 from benchmarks.work import MODELS, Shape, even_fraction, number_tasks, number_tokenizer
 from rlvr_jax.algorithms.advantages import group_advantages
-from rlvr_jax.algorithms.objective import ObjectiveConfig
 from rlvr_jax.data.packing import pack_groups, packing_stats
 from rlvr_jax.distributed.mesh import make_mesh
 from rlvr_jax.envs.single_turn import run_groups
 from rlvr_jax.metrics import PhaseTimer
 from rlvr_jax.models.attention import key_bucket
-from rlvr_jax.models.decoder import init_params
-from rlvr_jax.models.policy_head import LogitTransform
 from rlvr_jax.rewards.pool import VerifierPool
 from rlvr_jax.rewards.registry import VerifierSpec
 from rlvr_jax.rollout.engine import Engine
 from rlvr_jax.text.chat import ChatTemplate
-from rlvr_jax.training.state import OptimizerConfig, init_state, make_optimizer, state_shardings
-from rlvr_jax.training.step import StepConfig, make_learner
 from rlvr_jax.types import Completion, Reward, SamplingParams, Task
 
 PHASES = ("rollout", "verify", "ref", "update", "other", "step")
@@ -91,26 +86,20 @@ def measure_step(settings: Settings) -> dict[str, Any]:
 
     tokenizer = number_tokenizer(model.vocab_size)
     sampling = SamplingParams(max_tokens=shape.new_tokens, seed=settings.seed)
-    optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-6, num_steps=10**6))
-    shardings = state_shardings(model, optimizer, mesh)
-    learner = make_learner(
-        model,
-        optimizer,
-        mesh,
-        shardings,
-        StepConfig(
-            objective=ObjectiveConfig(kl_loss_coef=0.04),
-            transform=LogitTransform.of(sampling),
-            dtype=settings.dtype,
-            remat=settings.remat,
-            micro_rows=settings.micro_rows,
-        ),
+    programs = Programs(
+        model=model,
+        mesh=mesh,
+        dtype=settings.dtype,
+        remat=settings.remat,
+        micro_rows=settings.micro_rows,
+        seed=settings.seed,
     )
+    learner = programs.learner(sampling)
     update = Program(learner._update, mesh)
     score = Program(learner._with_reference, mesh)
     learner = dataclasses.replace(learner, _update=update, _with_reference=score)
-    params = jax.tree.map(np.array, init_params(model, jax.random.key(settings.seed)))
-    state = init_state(model, params, optimizer, mesh, seed=settings.seed)
+    params = programs.params()
+    state = programs.state(params)
     reference = learner.place(params)
     del params
     engine = Engine(
@@ -179,7 +168,7 @@ def measure_step(settings: Settings) -> dict[str, Any]:
         "with_reference": score.peak_bytes(),
         "update": update.peak_bytes(),
     }
-    programs = {name: log.counts[name] for name in arrays}
+    compiles = {name: log.counts[name] for name in arrays}
     return {
         "bench": "grpo",
         "peer": "rlvr_jax",
@@ -196,13 +185,13 @@ def measure_step(settings: Settings) -> dict[str, Any]:
         },
         "compile_s": round(log.seconds, 2),
         "first_step_s": round(records[0]["step"], 3),
-        "compiles": programs,
-        "compiles_ok": all(count == 1 for count in programs.values()),
-        "other_compiles": sum(log.counts.values()) - sum(programs.values()),
-        "peak_rss_gib": _gib(peak_rss_bytes()),
-        "peak_arrays_gib": {name: _gib(size) for name, size in arrays.items()},
-        "cache_gib": _gib(cache),
-        "memory_bound_gib": _gib(bound),
+        "compiles": compiles,
+        "compiles_ok": all(count == 1 for count in compiles.values()),
+        "other_compiles": sum(log.counts.values()) - sum(compiles.values()),
+        "peak_rss_gib": gib(peak_rss_bytes()),
+        "peak_arrays_gib": {name: gib(size) for name, size in arrays.items()},
+        "cache_gib": gib(cache),
+        "memory_bound_gib": gib(bound),
         "memory_bound_ok": max(arrays.values()) <= bound,
         "row_length": row_length,
         "fill": round(fill, 4),
@@ -256,34 +245,3 @@ def _check(groups: Any, metrics: dict[str, Any], shape: Shape) -> None:
             f"the step is not the work that is measured: answers of {sorted(lengths)} tokens (expected "
             f"{shape.new_tokens}), all judged: {scored}, update skipped: {bool(metrics['update_skipped'])}"
         )
-
-
-def _gib(size: int) -> float:
-    return round(size / 2**30, 3)
-
-
-def describe_machine() -> dict[str, Any]:
-    """Date, processor, devices and versions: what a number is worth nothing without."""
-    device = jax.devices()[0]
-    packages = ("jax", "jaxlib", "flax", "optax", "numpy")
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
-        "device": f"{jax.device_count()} x {device.platform} {device.device_kind}",
-        "python": platform.python_version(),
-        **{name: version(name) for name in packages},
-    }
-
-
-def _cpu_model() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            names = [
-                line.partition(":")[2].strip() for line in file if line.startswith("model name")
-            ]
-    except OSError:
-        names = []
-    return names[0] if names else platform.processor() or platform.machine()

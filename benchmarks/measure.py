@@ -1,15 +1,18 @@
-"""What a step costs, measured from outside: compilations, memory, foreign load, and the matrix-product peak."""
+"""What a step costs, measured from outside: compilations, memory, foreign load, the peak; and on what machine."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import datetime
 import math
 import os
+import platform
 import resource
 import sys
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 import jax
@@ -19,6 +22,7 @@ from benchmarks.work import Shape
 from rlvr_jax.distributed.sharding import replicated, row_sharding
 from rlvr_jax.models.attention import key_bucket
 from rlvr_jax.models.config import ModelConfig
+from rlvr_jax.planning.chips import CHIPS, chip_of_device
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _PEAK_ROWS, _PEAK_SIZE, _PEAK_REPEATS = 2048, 1024, 8
@@ -120,6 +124,17 @@ def matmul_peak(mesh: jax.sharding.Mesh, dtype: str) -> float:
     return 2 * rows.shape[0] * _PEAK_SIZE**2 / best
 
 
+def peak_flops(mesh: jax.sharding.Mesh, dtype: str) -> tuple[float, str]:
+    """FLOP/s that shares are of, and what it is: the published bfloat16 peak of known accelerators, so that the share
+    is the model FLOPs utilisation (MFU); elsewhere ``matmul_peak``."""
+    kind = mesh.devices.flat[0].device_kind
+    chip = chip_of_device(kind)
+    if chip is None:
+        return matmul_peak(mesh, dtype), f"large {dtype} products, measured"
+    flops = CHIPS[chip].bf16_flops
+    return flops * mesh.size, f"{mesh.size} x {kind}: {flops / 1e12:g} TFLOP/s bfloat16, published"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flops:
     """Floating-point operations the work needs, by phase.
@@ -140,18 +155,25 @@ class Flops:
 
 def count_flops(model: ModelConfig, shape: Shape) -> Flops:
     """Operations of one step; see ``Flops``."""
+    prompt, new = shape.prompt_len, shape.new_tokens
+    # Keys seen: token t of a prompt sees t + 1; token t of an answer the prompt and t + 1.
+    pairs = shape.prompts * prompt * (prompt + 1) / 2
+    pairs += shape.sequences * (new * prompt + new * (new + 1) / 2)
+    forward = forward_flops(
+        model, tokens=shape.shared_tokens, targets=shape.sampled_tokens, pairs=pairs
+    )
+    return Flops(rollout=forward, reference=forward, update=3 * forward)
+
+
+def forward_flops(model: ModelConfig, *, tokens: int, targets: int, pairs: float) -> float:
+    """Of ``tokens`` through a dense decoder, ``targets`` of them predicted; ``pairs`` of query and key are compared."""
     attention_weights = (
         2 * model.embed_dim * (model.num_heads + model.num_kv_heads) * model.head_dim
     )
     body = 2 * model.num_layers * (attention_weights + 3 * model.embed_dim * model.mlp_dim)
     head = 2 * model.vocab_size * model.embed_dim
-    prompt, new = shape.prompt_len, shape.new_tokens
-    # Keys seen: token t of a prompt sees t + 1; token t of an answer the prompt and t + 1.
-    pairs = shape.prompts * prompt * (prompt + 1) / 2
-    pairs += shape.sequences * (new * prompt + new * (new + 1) / 2)
     attention = 4 * model.num_layers * model.num_heads * model.head_dim * pairs
-    forward = body * shape.shared_tokens + head * shape.sampled_tokens + attention
-    return Flops(rollout=forward, reference=forward, update=3 * forward)
+    return body * tokens + head * targets + attention
 
 
 def cpu_seconds() -> tuple[float, float] | None:
@@ -174,3 +196,35 @@ def foreign_share(
         return float("nan")
     others = (after[0] - before[0]) - (after[1] - before[1])
     return max(0.0, others) / wall_s / (os.cpu_count() or 1)
+
+
+def gib(size: int) -> float:
+    """Bytes as GiB, for a report."""
+    return round(size / 2**30, 3)
+
+
+def describe_machine() -> dict[str, Any]:
+    """Date, processor, devices and versions: what a number is worth nothing without."""
+    device = jax.devices()[0]
+    packages = ("jax", "jaxlib", "flax", "optax", "numpy")
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+        "device": f"{jax.device_count()} x {device.platform} {device.device_kind}",
+        "python": platform.python_version(),
+        **{name: version(name) for name in packages},
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            names = [
+                line.partition(":")[2].strip() for line in file if line.startswith("model name")
+            ]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,4 +1,4 @@
-"""What both peer scripts share: flags, prompts, the reward, phases of a step, the report. Standard library and NumPy.
+"""What the peer scripts share: flags, prompts, the reward, phases, turns, reports. Standard library and NumPy.
 
 The scripts run in environments of their own, by path, and import nothing of this project but this file.
 """
@@ -12,23 +12,37 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
-    """The flags of the work; the scripts add their own settings."""
+def parser(description: str | None, *sizes: str) -> argparse.ArgumentParser:
+    """The flags of the work, ``sizes`` of it among them; the scripts add their own settings."""
     flags = argparse.ArgumentParser(description=description)
     flags.add_argument("--model-dir", type=Path, required=True, help="Hugging Face directory")
-    for name in ("prompts", "group", "prompt-len", "new-tokens"):
+    for name in sizes:
         flags.add_argument(f"--{name}", type=int, required=True)
-    flags.add_argument("--steps", type=int, default=5)
-    flags.add_argument("--warmup", type=int, default=2)
     flags.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     flags.add_argument("--seed", type=int, default=0)
+    return flags
+
+
+def step_parser(description: str | None) -> argparse.ArgumentParser:
+    """Of a script that runs whole steps, for ``Phases``."""
+    flags = parser(description, "prompts", "group", "prompt-len", "new-tokens")
+    flags.add_argument("--steps", type=int, default=5)
+    flags.add_argument("--warmup", type=int, default=2)
+    return flags
+
+
+def update_parser(description: str | None) -> argparse.ArgumentParser:
+    """Of a script that runs updates in turn with us, for ``Turns``: rows of a prompt and as many trained tokens."""
+    flags = parser(description, "rows", "prompt-len", "new-tokens")
+    flags.add_argument("--update", choices=["sft", "rl"], required=True)
+    flags.add_argument("--micro", type=int, help="rows of a micro-batch; all by default")
     return flags
 
 
@@ -148,3 +162,37 @@ def report(peer: str, phases: Phases, versions: Mapping[str, str], settings: Any
         "versions": dict(versions),
     }
     print(json.dumps(out), flush=True)
+
+
+class Turns:
+    """Steps when the benchmark asks for one: a line on standard input each, answered by a line of JSON.
+
+    Iterating gives the number of the step; what the loop's body does until it asks for the next one is timed. When the
+    input ends, a last line says what there is to say about the run.
+    """
+
+    def __init__(self, versions: Mapping[str, str], settings: Any) -> None:
+        self._about = {"settings": settings, "versions": dict(versions)}
+        self._answers = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)  # what libraries print is no answer
+
+    def __iter__(self) -> Iterator[int]:
+        for step, _ in enumerate(sys.stdin):
+            cpu, began = _cpu_seconds(), time.perf_counter()
+            yield step
+            wall, (busy, own) = time.perf_counter() - began, _cpu_seconds()
+            others = max(0.0, (busy - cpu[0]) - (own - cpu[1]))
+            self._answer(
+                seconds=wall, cpu=own - cpu[1], foreign_cpu=others / wall / (os.cpu_count() or 1)
+            )
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        self._answer(peak_rss_gib=round(peak, 3), **self._about)
+
+    def _answer(self, **values: Any) -> None:
+        print(json.dumps(values), file=self._answers, flush=True)
+
+
+def random_rows(vocab_size: int, args: argparse.Namespace, step: int) -> np.ndarray:
+    """int64[rows, prompt_len + new_tokens], the tokens of a step."""
+    shape = (args.rows, args.prompt_len + args.new_tokens)
+    return np.random.default_rng(args.seed + step).integers(0, vocab_size, shape)

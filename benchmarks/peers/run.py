@@ -21,7 +21,15 @@ from rlvr_jax.errors import ConfigError
 from rlvr_jax.models.decoder import init_params
 from rlvr_jax.models.weights import save_weights
 
-PEERS = {"trl": "TRL_PYTHON", "tunix": "TUNIX_PYTHON"}
+# The variable that names a peer's Python, and its script: of a whole step, and of an update alone.
+PEERS = {
+    "trl": ("TRL_PYTHON", "trl_grpo.py"),
+    "tunix": ("TUNIX_PYTHON", "tunix_grpo.py"),
+}
+UPDATE_PEERS = {
+    "torch": ("TRL_PYTHON", "torch_update.py"),
+    "tunix": ("TUNIX_PYTHON", "tunix_update.py"),
+}
 # Micro-batches meant to fit into 16 GiB; their sizes were not tuned.
 SETTINGS: dict[tuple[str, str], tuple[str, ...]] = {
     ("trl", "smollm2"): ("--micro", "16"),
@@ -30,17 +38,33 @@ SETTINGS: dict[tuple[str, str], tuple[str, ...]] = {
 COMPARED = ("step_s", "rollout_s", "ref_s", "update_s", "peak_rss_gib")
 
 
-def check_peers(names: Sequence[str]) -> None:
+def check_peers(names: Sequence[str], known: Mapping[str, tuple[str, str]] = PEERS) -> None:
     """Raises ConfigError for a peer that is unknown, or whose interpreter is not there."""
     for name in names:
-        if name not in PEERS:
-            raise ConfigError(f"unknown peer {name!r}; expected {', '.join(PEERS)}")
-        python = os.environ.get(PEERS[name], "")
+        if name not in known:
+            raise ConfigError(f"unknown peer {name!r}; expected {', '.join(known)}")
+        variable, script = known[name]
+        python = os.environ.get(variable, "")
         if not os.access(python, os.X_OK):
             raise ConfigError(
-                f"{PEERS[name]} is {python!r}; expected the Python of an environment for {name}: "
-                f"benchmarks/peers/{name}_grpo.py says what to install into one"
+                f"{variable} is {python!r}; expected the Python of an environment for {name}: "
+                f"benchmarks/peers/{script} says what to install into one"
             )
+
+
+def peer_command(peer: tuple[str, str], model_dir: Path, sizes: Mapping[str, int]) -> list[str]:
+    """The command line of a peer's script."""
+    variable, script = peer
+    command = [os.environ[variable], str(Path(__file__).parent / script)]
+    command += ["--model-dir", str(model_dir)]
+    for name, size in sizes.items():
+        command += [f"--{name.replace('_', '-')}", str(size)]
+    return command
+
+
+def peer_environment() -> dict[str, str]:
+    """Ours without XLA_FLAGS, which holds our own virtual devices: a peer runs as its users run it."""
+    return {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
 
 
 def run_peers(names: Sequence[str], ours: Mapping[str, Any], *, timeout_s: float) -> list[dict]:
@@ -50,10 +74,8 @@ def run_peers(names: Sequence[str], ours: Mapping[str, Any], *, timeout_s: float
         directory = Path(folder) / ours["model"]
         write_weights(directory, ours["model"], ours["seed"])
         for name in names:
-            script = Path(__file__).parent / f"{name}_grpo.py"
-            command = [os.environ[PEERS[name]], str(script), "--model-dir", str(directory)]
-            for key in ("prompts", "group", "prompt_len", "new_tokens", "steps", "warmup", "seed"):
-                command += [f"--{key.replace('_', '-')}", str(ours[key])]
+            keys = ("prompts", "group", "prompt_len", "new_tokens", "steps", "warmup", "seed")
+            command = peer_command(PEERS[name], directory, {key: ours[key] for key in keys})
             # TRL is faster in bfloat16, as we are, and Tunix in float32.
             command += ["--dtype", ours["dtype"] if name == "trl" else "float32"]
             command += SETTINGS.get((name, ours["model"]), ())
@@ -62,11 +84,9 @@ def run_peers(names: Sequence[str], ours: Mapping[str, Any], *, timeout_s: float
 
 
 def _run(command: Sequence[str], timeout_s: float) -> dict[str, Any]:
-    # XLA_FLAGS holds our own virtual devices; a peer runs as its users run it.
-    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
     try:
         done = subprocess.run(
-            command, env=environment, stdout=subprocess.PIPE, timeout=timeout_s, check=True
+            command, env=peer_environment(), stdout=subprocess.PIPE, timeout=timeout_s, check=True
         )
         return json.loads(done.stdout.decode().strip().splitlines()[-1])
     except subprocess.TimeoutExpired:

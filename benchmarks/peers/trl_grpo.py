@@ -16,7 +16,7 @@ import common
 
 
 def main() -> None:
-    flags = common.parser(__doc__)
+    flags = common.step_parser(__doc__)
     flags.add_argument("--micro", type=int, help="samples of a micro-batch; all by default")
     flags.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     args = flags.parse_args()

@@ -6,6 +6,7 @@ Needs Python 3.12 with google-tunix==0.1.7 jax==0.12.0.1 flax==0.12.12 orbax-che
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import common
 
 
 def main() -> None:
-    flags = common.parser(__doc__)
+    flags = common.step_parser(__doc__)
     flags.add_argument("--train-micro", type=int, help="prompts of a micro-batch; all by default")
     flags.add_argument("--remat", choices=["none", "block", "decoder"], default="none")
     args = flags.parse_args()
@@ -25,44 +26,24 @@ def main() -> None:
     os.environ.update(TF_CPP_MIN_LOG_LEVEL="2", HF_HUB_OFFLINE="1")
     warnings.filterwarnings("ignore")
     import jax
-    import jax.numpy as jnp
     import numpy as np
     import optax
+    import tunix_model
     from flax import nnx
     from transformers import PreTrainedTokenizerFast
-    from tunix.models.llama3 import model as llama
-    from tunix.models.llama3 import params as llama_params
     from tunix.rl import rl_cluster
     from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
     from tunix.rl.rollout import base_rollout
 
     settings = common.model_settings(args.model_dir)
-    devices = len(jax.devices())
-    mesh = jax.make_mesh((devices, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-
-    def load(remat: str) -> Any:
-        config = llama.ModelConfig(
-            num_layers=settings["num_hidden_layers"],
-            vocab_size=settings["vocab_size"],
-            embed_dim=settings["hidden_size"],
-            hidden_dim=settings["intermediate_size"],
-            num_heads=settings["num_attention_heads"],
-            head_dim=settings["head_dim"],
-            num_kv_heads=settings["num_key_value_heads"],
-            rope_theta=int(settings["rope_theta"]),
-            norm_eps=settings["rms_norm_eps"],
-            weight_tying=True,
-            remat_config=llama.RematConfig[remat.upper()],
-        )
-        return llama_params.create_model_from_safe_tensors(
-            str(args.model_dir), config, mesh, jnp.dtype(args.dtype)
-        )
+    mesh = tunix_model.make_mesh()
+    load = functools.partial(tunix_model.load, args.model_dir, mesh, args.dtype)
 
     roles = (rl_cluster.Role.ACTOR, rl_cluster.Role.REFERENCE, rl_cluster.Role.ROLLOUT)
     micro = args.train_micro or args.prompts
     cluster = rl_cluster.RLCluster(
         actor=load(args.remat),
-        reference=load("none"),
+        reference=load(),
         tokenizer=PreTrainedTokenizerFast.from_pretrained(str(args.model_dir)),
         cluster_config=rl_cluster.ClusterConfig(
             role_to_mesh=dict.fromkeys(roles, mesh),
@@ -139,7 +120,7 @@ def main() -> None:
     assert set(lengths) == {args.new_tokens}, f"answers of {sorted(set(lengths))} tokens"
     assert len(lengths) == len(phases.steps) * args.prompts * args.group
     versions = {name: version(name) for name in ("google-tunix", "jax", "flax", "optax")}
-    chosen = {"train_micro": micro, "remat": args.remat, "devices": devices}
+    chosen = {"train_micro": micro, "remat": args.remat, "devices": mesh.size}
     common.report("tunix", phases, versions, chosen)
 
 

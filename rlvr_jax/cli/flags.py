@@ -21,6 +21,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 from ml_collections.config_flags import tuple_parser
 
+from rlvr_jax.cli.compilation_cache import VARIABLE, keep_compiled
 from rlvr_jax.cli.imports import add_import_flag, import_modules
 from rlvr_jax.errors import ConfigError
 
@@ -199,12 +200,18 @@ def config_parser(prog: str, description: str) -> argparse.ArgumentParser:
         "--fresh", action="store_true", help="start over instead of resuming what is in DIR"
     )
     parser.add_argument("--seed", type=int, metavar="N", help="same as --config.seed=N")
+    parser.add_argument(
+        "--compilation-cache",
+        metavar="DIR",
+        help="where compiled programs are kept for the next run, or 'off' "
+        f"(default: ${VARIABLE}, else ~/.cache/rlvr_jax/xla)",
+    )
     add_import_flag(parser)
     return parser
 
 
 def parse_config_flags(argv: Sequence[str], parser: argparse.ArgumentParser) -> ConfigFlags:
-    """Parses a training command's arguments, and imports the modules they name.
+    """Parses a training command's arguments, imports the modules they name, and turns the compilation cache on.
 
     Args:
       argv: the arguments after the command's name.
@@ -217,6 +224,7 @@ def parse_config_flags(argv: Sequence[str], parser: argparse.ArgumentParser) -> 
     args, overrides = parser.parse_known_args(list(argv))
     if args.seed is not None:
         overrides.append(f"--config.seed={args.seed}")
+    keep_compiled(args.compilation_cache)
     import_modules(args.imports)
     config = apply_overrides(load_config(args.config), overrides, source=args.config)
     return ConfigFlags(config, args.workdir, args)

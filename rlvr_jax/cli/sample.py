@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from rlvr_jax.cli.compilation_cache import keep_compiled
 from rlvr_jax.cli.policy_flags import (
     RunConfig,
     add_model_flags,
@@ -114,6 +115,7 @@ def _prompts(args: argparse.Namespace) -> list[str | list[dict[str, Any]]]:
 def main(argv: Sequence[str]) -> int:
     """Samples, prints, and returns 0."""
     args = _parser().parse_args(argv)
+    keep_compiled()
     run = RunConfig(args.workdir)
     params = sampling_of(args, run)
     prompts = _prompts(args)

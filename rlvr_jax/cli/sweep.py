@@ -24,6 +24,7 @@ import rich.console
 import rich.table
 import rich.text
 
+from rlvr_jax.cli.compilation_cache import keep_compiled
 from rlvr_jax.cli.flags import apply_overrides, config_parser, load_config
 from rlvr_jax.cli.imports import import_modules
 from rlvr_jax.errors import ConfigError
@@ -181,6 +182,7 @@ def main(argv: Sequence[str]) -> int:
     args, shared = _parser().parse_known_args(list(argv))
     if args.seed is not None:
         shared.append(f"--config.seed={args.seed}")
+    keep_compiled(args.compilation_cache)  # the runs inherit it
     import_modules(args.imports)
     # Every run's settings are known to be right before the first one starts.
     load_config(args.config)

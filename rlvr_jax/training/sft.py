@@ -139,18 +139,14 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
     loss = functools.partial(
         negative_log_likelihood, model=model, dtype=config.dtype, remat=config.train.remat
     )
-    train_step = jax.jit(
-        functools.partial(
-            update,
-            loss=loss,
-            optimizer=optimizer,
-            adapter=adapter,
-            router_aux_loss_coef=config.train.router_aux_loss_coef,
-            experts_per_token=model.experts_per_token,
-        ),
-        donate_argnums=0,
-        out_shardings=(shardings, replicated(mesh)),
-        compiler_options=compiler_options(mesh, backward=True),
+    train_step = make_train_step(
+        loss,
+        model,
+        optimizer,
+        mesh,
+        shardings,
+        adapter=adapter,
+        router_aux_loss_coef=config.train.router_aux_loss_coef,
     )
     eval_step = jax.jit(
         functools.partial(sum_and_count, loss=loss),
@@ -348,6 +344,32 @@ def update(
         trains=jnp.sum(weights) > 0,
     )
     return state, router_metrics(metrics, experts_per_token=k)
+
+
+def make_train_step(
+    loss: Loss,
+    model: ModelConfig,
+    optimizer: optax.GradientTransformation,
+    mesh: jax.sharding.Mesh,
+    shardings: TrainState,
+    *,
+    adapter: AdapterConfig | None = None,
+    router_aux_loss_coef: float = 0.0,
+) -> Callable[..., tuple[TrainState, dict[str, Any]]]:
+    """``update`` jitted for a mesh: (state, pieces, base) -> (state, metrics). The state is donated."""
+    return jax.jit(
+        functools.partial(
+            update,
+            loss=loss,
+            optimizer=optimizer,
+            adapter=adapter,
+            router_aux_loss_coef=router_aux_loss_coef,
+            experts_per_token=model.experts_per_token,
+        ),
+        donate_argnums=0,
+        out_shardings=(shardings, replicated(mesh)),
+        compiler_options=compiler_options(mesh, backward=True),
+    )
 
 
 def sum_and_count(params: Params, pieces: TrainBatch, *, loss: Loss) -> jax.Array:
