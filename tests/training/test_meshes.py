@@ -252,9 +252,10 @@ def compiled_update(model, sizes, *, rows, length, dtype="bfloat16", **changes):
         ).compile()
 
 
-def test_activations_of_a_device_fall_with_the_context_axis():
+def test_activations_of_a_device_fall_with_the_context_axis(monkeypatch):
     """One sequence of 2048 tokens: what a device needs beside parameters is a quarter with four times as many of them;
     with it the scores of its attention, [T / 8, T] for each head."""
+    monkeypatch.setenv("NPROC", "64")  # so that both programs are in the same order
     model = dataclasses.replace(DENSE, num_layers=4, embed_dim=64, num_heads=4)
     length, temporary = 2048, {}
     for shards in (2, 8):
