@@ -39,7 +39,7 @@ from rlvr_jax.training.state import (
 def _state(
     model: ModelConfig, sizes: tuple[tuple[str, int], ...], adapter: AdapterConfig | None
 ) -> tuple[Any, Any, Any, Any]:
-    """(all params, frozen ones, trained ones, optimizer state): ShapeDtypeStructs, sharded over a mesh without devices."""
+    """(all params, frozen ones, trained ones, optimizer state) as ShapeDtypeStructs, over a mesh without devices."""
     names, numbers = zip(*sizes, strict=True)
     mesh: Any = AbstractMesh(numbers, names, axis_types=(AxisType.Auto,) * len(names))
     # The moments' shapes do not depend on the optimizer's settings.
