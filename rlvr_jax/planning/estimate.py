@@ -18,6 +18,7 @@ from rlvr_jax.distributed.mesh import MESH_AXES, ROW_AXES
 from rlvr_jax.models.adapters import AdapterConfig, adapter_config
 from rlvr_jax.models.config import ModelConfig
 from rlvr_jax.models.decoder import abstract_params
+from rlvr_jax.models.frozen import abstract_base
 from rlvr_jax.planning import formulas
 from rlvr_jax.planning.flops import step_flops
 from rlvr_jax.planning.formulas import Sizes
@@ -37,13 +38,14 @@ from rlvr_jax.training.state import (
 @functools.lru_cache(maxsize=256)  # a search asks for the same meshes again and again
 def _state(
     model: ModelConfig, sizes: tuple[tuple[str, int], ...], adapter: AdapterConfig | None
-) -> tuple[Any, Any, Any]:
-    """(all params, trained ones, optimizer state) as ShapeDtypeStructs, sharded over a mesh without devices."""
+) -> tuple[Any, Any, Any, Any]:
+    """(all params, frozen ones, trained ones, optimizer state) as ShapeDtypeStructs, over a mesh without devices."""
     names, numbers = zip(*sizes, strict=True)
     mesh: Any = AbstractMesh(numbers, names, axis_types=(AxisType.Auto,) * len(names))
     # The moments' shapes do not depend on the optimizer's settings.
     optimizer = make_optimizer(OptimizerConfig(learning_rate=0.0, num_steps=1))
     params, trained = abstract_params(model), abstract_trained(model, adapter)
+    frozen = abstract_base(model, None if adapter is None else adapter.quantization)
     shardings = state_shardings(model, optimizer, mesh, adapter)
 
     def put(leaf: Any, sharding: NamedSharding) -> Any:
@@ -52,8 +54,13 @@ def _state(
     opt_state = jax.eval_shape(optimizer.init, trained)
     return jax.tree.map(
         put,
-        (params, trained, opt_state),
-        (model_shardings(model, mesh), shardings.params, shardings.opt_state),
+        (params, frozen, trained, opt_state),
+        (
+            model_shardings(model, mesh),
+            model_shardings(model, mesh, adapter),
+            shardings.params,
+            shardings.opt_state,
+        ),
     )
 
 
@@ -107,16 +114,16 @@ def estimate_checked(
         on_cpu=on_cpu,
     )
     adapter, reference = adapter_config(**config.adapter), uses_reference(config)
-    params, trained, opt_state = _state(model, tuple(mesh.items()), adapter)
+    params, kept, trained, opt_state = _state(model, tuple(mesh.items()), adapter)
     B, T = work.batch.tokens.shape
     micro_rows = min(config.train.micro_rows or B, B)
     stacks = [params[name] for name in model.stacks]
     outer = {k: v for k, v in params.items() if k not in model.stacks}
     sizes = Sizes(
-        model=local_bytes(params),
+        model=local_bytes(kept),
         trained=local_bytes(trained),
         state=local_bytes((trained, opt_state)),
-        base=0 if adapter is None else local_bytes(params),
+        base=0 if adapter is None else local_bytes(kept),
         layer=_gathered(stacks, mesh) / model.num_layers,
         experts=_gathered(params["layers"].get("experts", {}), mesh) / model.num_layers,
         head=_gathered(outer, mesh),

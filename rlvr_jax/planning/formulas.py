@@ -28,7 +28,7 @@ class Sizes:
     """What the formulas are made of, on one device; bytes where nothing is said.
 
     Attributes:
-      model: all parameters.
+      model: all parameters, of a reference or the base of adapters.
       trained, state: parameters that are trained, and with their moments.
       base: the frozen parameters beside which adapters are trained; 0 without adapters.
       layer, head: parameters of one layer, and of embedding and head, gathered from where they are spread; float32.

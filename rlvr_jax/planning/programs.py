@@ -16,7 +16,8 @@ from rlvr_jax.distributed.mesh import make_mesh, num_column_shards, num_row_shar
 from rlvr_jax.distributed.sharding import batch_sharding
 from rlvr_jax.models.adapters import adapter_config
 from rlvr_jax.models.config import ModelConfig
-from rlvr_jax.models.decoder import Params, abstract_params
+from rlvr_jax.models.decoder import Params
+from rlvr_jax.models.frozen import abstract_base
 from rlvr_jax.models.peft import check_layout
 from rlvr_jax.planning.work import Work, measure_work
 from rlvr_jax.rollout.engine import Engine
@@ -170,7 +171,7 @@ def make_programs(
     if step.adapter is not None or step.use_reference:
         frozen = jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            abstract_params(model),
+            abstract_base(model, None if step.adapter is None else step.adapter.quantization),
             learner.base_shardings,
         )
     phases = tuple(p for p in PHASES if p != "reference" or step.use_reference)

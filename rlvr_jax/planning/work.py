@@ -92,7 +92,8 @@ def measure_work(
     )
     batch: Any = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), fields)
     if config.rollout.router_replay:
-        chosen = (*batch.tokens.shape, model.num_layers, model.experts_per_token)
+        num_routed = len(model.stacks["layers"])
+        chosen = (*batch.tokens.shape, num_routed, model.experts_per_token)
         experts: Any = jax.ShapeDtypeStruct(chosen, jnp.int16)
         batch = dataclasses.replace(batch, experts=experts)
     minibatches = min(config.train.num_minibatches, P)

@@ -96,6 +96,7 @@ def mixture(tmp_path_factory):
             for name, values in {
                 "plain": {},
                 "dora": ADAPTED | {"adapter__dora": True, "dtype": "bfloat16"},
+                "quantised": ADAPTED | {"adapter__quantize": "int8"},
                 "part": ADAPTED | {"adapter__targets": "layers/attn/[qv]"},
                 "micro": {"train__micro_rows": 8, "train__remat": "dots", "dtype": "bfloat16"},
                 "minibatches": {"train__num_minibatches": 2, "train__num_epochs": 2},
