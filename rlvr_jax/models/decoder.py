@@ -386,6 +386,11 @@ def init_params(config: ModelConfig, key: jax.Array) -> Params:
 
 def abstract_params(config: ModelConfig) -> Params:
     """Shapes and dtypes of the parameters, without making them."""
+    return jax.tree.map(lambda leaf: leaf, _abstract_params(config))  # dicts of the caller's own
+
+
+@functools.lru_cache
+def _abstract_params(config: ModelConfig) -> Params:
     return jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
 
 

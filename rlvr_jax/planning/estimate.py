@@ -44,9 +44,9 @@ def _state(
     mesh: Any = AbstractMesh(numbers, names, axis_types=(AxisType.Auto,) * len(names))
     # The moments' shapes do not depend on the optimizer's settings.
     optimizer = make_optimizer(OptimizerConfig(learning_rate=0.0, num_steps=1))
+    shardings = state_shardings(model, optimizer, mesh, adapter)  # first: most meshes fail here
     params, trained = abstract_params(model), abstract_trained(model, adapter)
     frozen = abstract_base(model, None if adapter is None else adapter.quantization)
-    shardings = state_shardings(model, optimizer, mesh, adapter)
 
     def put(leaf: Any, sharding: NamedSharding) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
