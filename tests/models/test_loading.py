@@ -63,6 +63,18 @@ FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     },
     "mistral": {"tie_embeddings": False},
     "mixtral": {"num_experts": 3, "experts_per_token": 2},
+    "qwen2_moe": {
+        "qkv_bias": True, "num_experts": 3, "experts_per_token": 2, "shared_mlp_dim": 16, "shared_gate": True,
+    },
+    "glm4_moe": {
+        "num_experts": 3, "experts_per_token": 2, "router_scores": "sigmoid", "router_bias": True,
+        "shared_mlp_dim": 64, "num_dense_layers": 1, "dense_mlp_dim": 32, "tie_embeddings": False,
+    },
+    "dots1": {
+        "qk_norm": "head", "num_experts": 3, "experts_per_token": 2, "router_scores": "sigmoid", "router_bias": True,
+        "shared_mlp_dim": 64, "num_dense_layers": 2, "dense_mlp_dim": 32,
+    },
+    "olmo3": {"pre_norm": False, "post_norm": True, "qk_norm": "all", "local_rope_theta": 1e4},
     "olmo2": {"pre_norm": False, "post_norm": True, "qk_norm": "all"},
     "phi3": {"tie_embeddings": False},
 }  # fmt: skip
