@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
     """Runs what was asked for and prints a table; what it returns are plain JSON values."""
-    spread_over_cores(args.devices)
+    spread_over_cores(args.devices, "speed")
     import jax
 
     from benchmarks.measure import CompileLog, describe_machine, gib, peak_flops, peak_rss_bytes

@@ -171,7 +171,9 @@ def packed(lengths: list[list[int]], width: int) -> tuple[np.ndarray, np.ndarray
     return tokens, positions, segments
 
 
-def assert_logits_equal(model: Any, config: ModelConfig, params: Any) -> None:
+def assert_logits_equal(
+    model: Any, config: ModelConfig, params: Any, tolerance: float = 1e-4
+) -> None:
     """A long sequence alone in a row, and two short ones packed, are each what transformers makes of them alone."""
     tokens, positions, segments = packed([[37], [19, 11]], 40)
     got = np.asarray(row_logits(config, params, tokens, positions, segments))
@@ -179,7 +181,7 @@ def assert_logits_equal(model: Any, config: ModelConfig, params: Any) -> None:
         own = segments[row] == segment
         expected = reference_logits(model, tokens[row, own])
         scale = np.abs(expected).max()
-        np.testing.assert_allclose(got[row, own], expected, rtol=0, atol=1e-4 * scale)
+        np.testing.assert_allclose(got[row, own], expected, rtol=0, atol=tolerance * scale)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -242,7 +244,9 @@ def test_logits_are_those_of_transformers_at_random_sizes(
         sizes["sliding_window"] = int(rng.integers(1, 40))
     model = reference(config_class, **{**settings, **sizes})
     model.save_pretrained(tmp_path / "theirs")
-    assert_logits_equal(model, *load_weights(tmp_path / "theirs"))
+    # Random routers magnify: transformers in float32 is up to 8e-5 from itself in float64 there, and we as much.
+    tolerance = 3e-4 if name in MIXTURES else 1e-4
+    assert_logits_equal(model, *load_weights(tmp_path / "theirs"), tolerance)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])

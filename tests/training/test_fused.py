@@ -139,14 +139,14 @@ class Program(NamedTuple):
     judge: list[Any]
 
 
-def make_program(mesh, deadline_s=5.0, num_experts=0, **settings):
+def make_program(mesh, deadline_s=5.0, num_experts=0, eps=1e-8, **settings):
     config = override(get_config(), **settings)
     pretrained = load_pretrained(TINY)
     model, params = pretrained.config, pretrained.params
     if num_experts:
         model = dataclasses.replace(model, num_experts=num_experts, experts_per_token=2)
         params = init_params(model, jax.random.key(0))
-    optimizer = make_optimizer(OptimizerConfig(num_steps=3, **config.optimizer))
+    optimizer = make_optimizer(OptimizerConfig(num_steps=3, eps=eps, **config.optimizer))
     sampling = rl.sampling_params(config, pretrained.tokenizer.stop_token_ids)
     learner = make_learner(
         model,
