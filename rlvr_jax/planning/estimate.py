@@ -135,6 +135,7 @@ def estimate_checked(
             4 * math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(trained)
         ),
         state=local_bytes((trained, opt_state)),
+        waiting=_elsewhere(opt_state),
         base=0 if adapter is None else local_bytes(kept),
         layer=_gathered(stacks, mesh) / model.num_layers,
         experts=_gathered(params["layers"].get("experts", {}), mesh) / model.num_layers,
@@ -172,6 +173,17 @@ def estimate_checked(
 
 def _row_shards(mesh: dict[str, int]) -> int:
     return math.prod(mesh.get(axis, 1) for axis in ROW_AXES)
+
+
+def _elsewhere(opt_state: Any) -> int:
+    """Bytes of a device's part of what is not on it."""
+    here: Any = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=leaf.sharding.with_memory_kind("device")
+        ),
+        opt_state,
+    )
+    return local_bytes(here) - local_bytes(opt_state)
 
 
 def _gathered(params: Any, mesh: dict[str, int]) -> float:

@@ -30,6 +30,7 @@ class Sizes:
     Attributes:
       model: all parameters, of a reference or the base of adapters.
       trained, state: parameters that are trained, and with their moments, but for what waits on the host.
+      waiting: of the train state, what waits on the host between updates.
       float32: of as many numbers as are trained.
       base: the frozen parameters beside which adapters are trained; 0 without adapters.
       layer, head: parameters of one layer, and of embedding and head, gathered from where they are spread; float32.
@@ -46,6 +47,7 @@ class Sizes:
     trained: int
     state: int
     base: int
+    waiting: int
     float32: int
     layer: float
     experts: float
@@ -162,8 +164,9 @@ def update(
             arguments=sizes.state + sizes.base + batch + 12,
             outputs=sizes.state + 12,
             aliased=sizes.state + 12,
-            # Gradients have the parameters' dtype, and are added up in float32.
-            temporaries=sizes.trained
+            # What waits on the host comes here. Gradients have the parameters' dtype, and are added up in float32.
+            temporaries=sizes.waiting
+            + sizes.trained
             + (sizes.float32 if sizes.pieces > 1 else 0)
             + kept
             + whole_head

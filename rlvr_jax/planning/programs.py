@@ -22,6 +22,7 @@ from rlvr_jax.models.peft import check_layout
 from rlvr_jax.planning.work import Work, measure_work
 from rlvr_jax.rollout.engine import Engine
 from rlvr_jax.training.fused import make_fused_step
+from rlvr_jax.training.lean import HOST_MEMORY
 from rlvr_jax.training.rl import (
     check_settings,
     sampling_params,
@@ -215,5 +216,5 @@ def local_bytes(tree: Any) -> int:
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
-        if leaf.sharding.memory_kind in (None, "device")
+        if leaf.sharding.memory_kind != HOST_MEMORY
     )
