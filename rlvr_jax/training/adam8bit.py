@@ -85,6 +85,12 @@ def _decade(index: int, *, signed: bool) -> tuple[int, int, float]:
     return count if signed else count - 1, count, 10.0 ** (index + 1 - DECADES)
 
 
+def _one(*, signed: bool) -> int:
+    """The rank of 1, which comes after the last decade."""
+    first, count, _ = _decade(DECADES - 1, signed=signed)
+    return first + count
+
+
 def _value(rank: jax.Array, *, signed: bool) -> jax.Array:
     """The value of each rank: the middles of a decade's equal parts, 0 below them all, 1 above."""
     value = jnp.zeros(rank.shape, jnp.float32)
@@ -92,8 +98,7 @@ def _value(rank: jax.Array, *, signed: bool) -> jax.Array:
         first, count, top = _decade(index, signed=signed)
         middle = top * (0.1 + 0.9 / count * (rank - first + 0.5))
         value = jnp.where(rank >= first, middle, value)
-    last = first + count
-    return jnp.where(rank >= last, 1.0, value)
+    return jnp.where(rank >= _one(signed=signed), 1.0, value)
 
 
 def _rank(share: jax.Array, *, signed: bool) -> jax.Array:
@@ -107,7 +112,7 @@ def _rank(share: jax.Array, *, signed: bool) -> jax.Array:
         ) / 2  # between the last value below and the first one here
         rank = jnp.where(share >= start, first + jnp.clip(part, 0, count - 1), rank)
         below = top * (1 - 0.45 / count)
-    return jnp.where(share >= (below + 1) / 2, first + count, rank)
+    return jnp.where(share >= (below + 1) / 2, _one(signed=signed), rank)
 
 
 def scale_by_adam_8bit(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
@@ -128,9 +133,7 @@ def scale_by_adam_8bit(b1: float, b2: float, eps: float) -> optax.GradientTransf
             jnp.zeros((), jnp.int32), zeros(params, signed=True), zeros(params, signed=False)
         )
 
-    def update(
-        updates: Params, state: Adam8bitState, params: Params | None = None
-    ) -> tuple[Params, Adam8bitState]:
+    def update(updates: Params, state: Any, params: Params | None = None) -> tuple[Params, Any]:
         count = state.count + 1
         rest1, rest2 = 1 - b1**count, 1 - b2**count  # of the bias that zeros at the start leave
 

@@ -1,6 +1,8 @@
 """Parameters in bfloat16, moments in 8 bits, state on the host: what each costs, keeps, and gives up."""
 
 import functools
+import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +39,8 @@ def test_stochastic_rounding_has_the_right_mean_and_takes_one_of_two_neighbours(
     ).astype(np.float64)
     N = 20_000
     keys = jax.random.split(jax.random.key(0), N)
-    drawn = np.asarray(jax.jit(jax.vmap(lambda key: stochastic_round(x, key)))(keys), np.float64)
+    drawn = np.asarray(jax.jit(jax.vmap(lambda key: stochastic_round(jnp.asarray(x), key)))(keys))
+    drawn = drawn.astype(np.float64)
     assert np.all((drawn == below) | (drawn == above))
     chance = (x.astype(np.float64) - below) / (above - below)
     error = (drawn.mean(0) - x.astype(np.float64)) / np.abs(above - below)
@@ -269,7 +272,8 @@ def test_state_on_the_host_gives_the_same_numbers_from_another_memory(tmp_path):
         state = init_state(MODEL, params, optimizer, mesh, seed=0)
 
         def loss(params, piece):
-            return sum(jnp.sum(jnp.sin(leaf * piece)) for leaf in jax.tree.leaves(params)), {}
+            parts = [jnp.sum(jnp.sin(leaf * piece)) for leaf in jax.tree.leaves(params)]
+            return jnp.sum(jnp.stack(parts)), {}
 
         step = jax.jit(
             functools.partial(gradient_step, loss_fn=loss, optimizer=optimizer),
@@ -306,15 +310,13 @@ def test_a_backend_without_host_memory_is_named_with_what_it_has():
         def addressable_memories(self):
             return [Memory()]
 
-    class Mesh:
-        devices = np.array([Device()])
-
+    mesh: Any = types.SimpleNamespace(devices=np.array([Device()]))
     with pytest.raises(
         ValueError,
         match=r"optimizer.host_offload .* expects devices with pinned_host memory; got backend "
         "'toaster' with unpinned_host: change config.optimizer.host_offload",
     ):
-        check_host_memory(Mesh(), "optimizer.host_offload")
+        check_host_memory(mesh, "optimizer.host_offload")
 
 
 @pytest.mark.parametrize(
