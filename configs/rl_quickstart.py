@@ -23,6 +23,8 @@ def get_config(arg: str = "") -> ConfigDict:
     config.num_steps = 18
     config.schedule = "staged"
     config.dtype = "float32"
+    # Of all parameters, the frozen reference's too (adapters are float32); see config.optimizer for bfloat16 ones.
+    config.param_dtype = "float32"
 
     config.tasks = ConfigDict(
         dict(
@@ -78,6 +80,13 @@ def get_config(arg: str = "") -> ConfigDict:
             b2=0.95,
             weight_decay=0.0,
             grad_clip=1.0,
+            # Or adamw_8bit: block-wise quantised moments, 2 bytes a parameter instead of 8.
+            name="adamw",
+            # Of bfloat16 parameters: a float32 copy that takes the updates; or none, and rounding at random.
+            master_weights=True,
+            stochastic_rounding=False,
+            # Keep moments (and copy) in the host's memory between updates.
+            host_offload=False,
         )
     )
     # A step trains num_epochs times on the same num_minibatches parts of its groups, in the order they were drawn; all

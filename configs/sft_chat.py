@@ -24,6 +24,8 @@ def get_config(arg: str = "") -> ConfigDict:
     config.seed = 0
     config.num_steps = 60
     config.dtype = "float32"
+    # Of all parameters, the frozen reference's too (adapters are float32); see config.optimizer for bfloat16 ones.
+    config.param_dtype = "float32"
 
     config.data = ConfigDict(
         dict(
@@ -47,6 +49,13 @@ def get_config(arg: str = "") -> ConfigDict:
             b2=0.95,
             weight_decay=0.0,
             grad_clip=1.0,
+            # Or adamw_8bit: block-wise quantised moments, 2 bytes a parameter instead of 8.
+            name="adamw",
+            # Of bfloat16 parameters: a float32 copy that takes the updates; or none, and rounding at random.
+            master_weights=True,
+            stochastic_rounding=False,
+            # Keep moments (and copy) in the host's memory between updates.
+            host_offload=False,
         )
     )
     # A step trains on batch_rows rows of row_length tokens, micro_rows of them at a time (0: all at once).

@@ -168,7 +168,8 @@ def param_shardings(mesh: Mesh, params: Any, axes: Mapping[str, tuple[str | None
 def shardings_like(mesh: Mesh, tree: Any, params: Any, shardings: Any) -> Any:
     """Shardings of a tree that holds copies of ``params`` (an optax state): copies follow, the rest is replicated.
 
-    A leaf is a copy when the end of its path and its shape are those of a parameter.
+    A leaf is a copy when the end of its path and its shape are those of a parameter. So are the parts of a node in a
+    parameter's place; one with a shorter last axis (numbers of blocks) follows too, as far as its last axis divides.
     """
     known = {
         path: (leaf.shape, sharding)
@@ -181,10 +182,25 @@ def shardings_like(mesh: Mesh, tree: Any, params: Any, shardings: Any) -> Any:
         names = [
             str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path
         ]
-        for start in range(len(names)):
-            shape, sharding = known.get("/".join(names[start:]), (None, None))
-            if sharding is not None and shape == leaf.shape:
-                return sharding
+        for end in (len(names), len(names) - 1):
+            for start in range(end):
+                shape, sharding = known.get("/".join(names[start:end]), (None, None))
+                if sharding is None:
+                    continue
+                if shape == leaf.shape:
+                    return sharding
+                if end < len(names) and shape[:-1] == leaf.shape[:-1]:
+                    return _last_axis_if_divisible(sharding, leaf.shape)
         return replicated(mesh)
 
     return jax.tree_util.tree_map_with_path(one, tree)
+
+
+def _last_axis_if_divisible(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
+    """The sharding of an array of this shape, its last axis whole on every device if it does not divide."""
+    try:
+        sharding.shard_shape(shape)
+    except ValueError:
+        parts = tuple(sharding.spec)[: len(shape) - 1]
+        return NamedSharding(sharding.mesh, P(*parts))
+    return sharding

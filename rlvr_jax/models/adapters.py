@@ -27,7 +27,7 @@ import numpy as np
 
 from rlvr_jax.distributed.sharding import tree_paths
 from rlvr_jax.models.config import ModelConfig
-from rlvr_jax.models.decoder import PARAM_AXES, Params, abstract_params
+from rlvr_jax.models.decoder import PARAM_AXES, Params, abstract_params, widened
 from rlvr_jax.models.linear import AdaptedKernel, column_norms, computed_kernel
 from rlvr_jax.models.quantized import Quantization, QuantizedKernel
 
@@ -217,7 +217,8 @@ def checksum(base: Params) -> int:
 
     def of_leaf(leaf: jax.Array) -> jax.Array:
         codes = jnp.issubdtype(leaf.dtype, jnp.integer)
-        bits = leaf.astype(jnp.uint32) if codes else jax.lax.bitcast_convert_type(leaf, jnp.uint32)
+        of_float = jax.lax.bitcast_convert_type
+        bits = leaf.astype(jnp.uint32) if codes else of_float(widened(leaf), jnp.uint32)
         for axis in range(leaf.ndim):
             bits = _mixed(bits + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis))
         return jnp.sum(bits, dtype=jnp.uint32)

@@ -3,7 +3,8 @@
 What a layer does is in ``layers.py``; which of its parts a model has, in its ``ModelConfig``. Trainer, prefill and
 decode run the same ``Layer``; only ``attend`` differs (which keys a query looks at) and whether the layers are scanned
 (training, prefill: compile time does not grow with depth) or unrolled (decode: a scan would copy every weight at every
-token). Parameters are float32 masters; activations have the dtype of ``dtype``.
+token). Activations have the dtype of ``dtype``. Parameters are float32 or bfloat16; what is no kernel of a layer is
+widened to float32 where it is used, so that gradients add up in float32 and are rounded to the parameter's dtype once.
 
 ``init_params`` makes the nested dict of parameters, ``bind`` turns such a dict back into the module:
 
@@ -105,6 +106,12 @@ NO_WINDOW = 1 << 30  # of a layer that sees all keys, in a model where others do
 REMAT_POLICIES: dict[str, Callable[..., Any] | None] = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.save_only_these_names(MATMUL),
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[MATMUL],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
     "none": None,
 }
 
@@ -195,7 +202,7 @@ class Decoder(nnx.Module):
             def body(x: jax.Array, of_scan: tuple[Any, Any, Any, Any]) -> tuple[jax.Array, Any]:
                 state, cache, index, experts = of_scan
                 rope, rule = of_layer(0 if index is None else index)
-                layer = nnx.merge(graphdef, state)
+                layer = nnx.merge(graphdef, jax.tree.map(_widened_vector, state))
                 x, cache, routing = layer(x, rope, attend, rule, cache, experts)
                 return x, (cache, None if routing is None else observe(routing))
 
@@ -282,7 +289,7 @@ class Decoder(nnx.Module):
             axes = PARAM_AXES["/".join([name, *(str(key.key) for key in path)])][1:]
             if in_few_bits(param):
                 return param[index]
-            kernel = computed_kernel(param[index])
+            kernel = _widened_vector(computed_kernel(param[index]))
             if isinstance(param, AdaptedKernel) or param.ndim > 2:
                 kernel = kernel.astype(dtype)
             return constrain(kernel, *(None if axis in GATHERED else axis for axis in axes))
@@ -375,8 +382,23 @@ def _graphdef(config: ModelConfig) -> Any:
 
 
 def bind(config: ModelConfig, params: Params) -> Decoder:
-    """The module that holds ``params`` (arrays or tracers); costs nothing at run time."""
-    return nnx.merge(_graphdef(config), nnx.State(params))
+    """The module that holds ``params`` (arrays or tracers); costs nothing at run time if they are float32."""
+    outer = {name: widened(part) for name, part in params.items() if name not in config.stacks}
+    return nnx.merge(_graphdef(config), nnx.State({**params, **outer}))
+
+
+def widened(tree: Any) -> Any:
+    """The same numbers with bfloat16 arrays as float32; the others as they are."""
+
+    def one(leaf: jax.Array) -> jax.Array:
+        return leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf
+
+    return jax.tree.map(one, tree)
+
+
+def _widened_vector(of_layer: jax.Array) -> jax.Array:
+    """A layer's norms and biases widened. Its kernels are cast by the products, which keep them as they are."""
+    return widened(of_layer) if of_layer.ndim == 1 else of_layer
 
 
 def init_params(config: ModelConfig, key: jax.Array) -> Params:

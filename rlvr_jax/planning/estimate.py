@@ -18,12 +18,11 @@ from rlvr_jax.distributed.mesh import MESH_AXES, ROW_AXES
 from rlvr_jax.models.adapters import AdapterConfig, adapter_config
 from rlvr_jax.models.config import ModelConfig
 from rlvr_jax.models.decoder import abstract_params
-from rlvr_jax.models.frozen import abstract_base
 from rlvr_jax.planning import formulas
 from rlvr_jax.planning.flops import step_flops
 from rlvr_jax.planning.formulas import Sizes
 from rlvr_jax.planning.measure import Phase
-from rlvr_jax.planning.programs import PHASES, local_bytes
+from rlvr_jax.planning.programs import PHASES, abstract_frozen, local_bytes
 from rlvr_jax.planning.work import measure_work
 from rlvr_jax.training.rl import check_settings, uses_reference
 from rlvr_jax.training.state import (
@@ -31,22 +30,26 @@ from rlvr_jax.training.state import (
     abstract_trained,
     make_optimizer,
     model_shardings,
+    optimizer_config,
     state_shardings,
 )
 
 
 @functools.lru_cache(maxsize=256)  # a search asks for the same meshes again and again
 def _state(
-    model: ModelConfig, sizes: tuple[tuple[str, int], ...], adapter: AdapterConfig | None
+    model: ModelConfig,
+    kept: OptimizerConfig,
+    param_dtype: str,
+    sizes: tuple[tuple[str, int], ...],
+    adapter: AdapterConfig | None,
 ) -> tuple[Any, Any, Any, Any]:
     """(all params, frozen ones, trained ones, optimizer state) as ShapeDtypeStructs, over a mesh without devices."""
     names, numbers = zip(*sizes, strict=True)
     mesh: Any = AbstractMesh(numbers, names, axis_types=(AxisType.Auto,) * len(names))
-    # The moments' shapes do not depend on the optimizer's settings.
-    optimizer = make_optimizer(OptimizerConfig(learning_rate=0.0, num_steps=1))
+    optimizer = make_optimizer(kept)
     shardings = state_shardings(model, optimizer, mesh, adapter)  # first: most meshes fail here
-    params, trained = abstract_params(model), abstract_trained(model, adapter)
-    frozen = abstract_base(model, None if adapter is None else adapter.quantization)
+    params, trained = abstract_params(model), abstract_trained(model, adapter, kept.param_dtype)
+    frozen = abstract_frozen(model, adapter, param_dtype)
 
     def put(leaf: Any, sharding: NamedSharding) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
@@ -114,7 +117,13 @@ def estimate_checked(
         on_cpu=on_cpu,
     )
     adapter, reference = adapter_config(**config.adapter), uses_reference(config)
-    params, kept, trained, opt_state = _state(model, tuple(mesh.items()), adapter)
+    params, kept, trained, opt_state = _state(
+        model,
+        optimizer_config(config, num_steps=1),
+        config.param_dtype,
+        tuple(mesh.items()),
+        adapter,
+    )
     B, T = work.batch.tokens.shape
     micro_rows = min(config.train.micro_rows or B, B)
     stacks = [params[name] for name in model.stacks]
@@ -122,7 +131,11 @@ def estimate_checked(
     sizes = Sizes(
         model=local_bytes(kept),
         trained=local_bytes(trained),
+        float32=sum(
+            4 * math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(trained)
+        ),
         state=local_bytes((trained, opt_state)),
+        waiting=_elsewhere(opt_state),
         base=0 if adapter is None else local_bytes(kept),
         layer=_gathered(stacks, mesh) / model.num_layers,
         experts=_gathered(params["layers"].get("experts", {}), mesh) / model.num_layers,
@@ -160,6 +173,17 @@ def estimate_checked(
 
 def _row_shards(mesh: dict[str, int]) -> int:
     return math.prod(mesh.get(axis, 1) for axis in ROW_AXES)
+
+
+def _elsewhere(opt_state: Any) -> int:
+    """Bytes of a device's part of what is not on it."""
+    here: Any = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=leaf.sharding.with_memory_kind("device")
+        ),
+        opt_state,
+    )
+    return local_bytes(here) - local_bytes(opt_state)
 
 
 def _gathered(params: Any, mesh: dict[str, int]) -> float:

@@ -112,7 +112,7 @@ def step_flops(model: ModelConfig, work: Work, remat: str) -> dict[str, float]:
     layers = forward_flops(model, tokens=B * T, keys=keys)
     attention = layers - forward_flops(model, tokens=B * T, keys=0)
     head = head_flops(model, tokens=B * work.bounds.num_targets)
-    again = {"full": layers, "dots": attention, "none": 0.0}[remat]
+    again = {"full": layers, "dots": attention, "offload": attention, "none": 0.0}[remat]
     return {
         "rollout": forward_flops(model, tokens=work.prompt_rows * S, keys=2 * S)
         + forward_flops(model, tokens=samples * (work.max_tokens - 1), keys=S + R)

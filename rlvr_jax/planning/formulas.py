@@ -29,7 +29,9 @@ class Sizes:
 
     Attributes:
       model: all parameters, of a reference or the base of adapters.
-      trained, state: parameters that are trained, and with their moments.
+      trained, state: parameters that are trained, and with their moments, but for what waits on the host.
+      waiting: of the train state, what waits on the host between updates.
+      float32: of as many numbers as are trained.
       base: the frozen parameters beside which adapters are trained; 0 without adapters.
       layer, head: parameters of one layer, and of embedding and head, gathered from where they are spread; float32.
       experts: the part of ``layer`` that is experts.
@@ -45,6 +47,8 @@ class Sizes:
     trained: int
     state: int
     base: int
+    waiting: int
+    float32: int
     layer: float
     experts: float
     head: float
@@ -135,7 +139,7 @@ def update(
     scores, hidden, heads, logits = _working_set(model, sizes, mesh, sizes.rows)
     mlp = sizes.tokens * _mlp_dim(model) / mesh.get("tensor", 1) * 4
     dots = 2 * hidden + heads + 2 * mlp
-    a_layer = {"full": 0.0, "dots": dots, "none": 2.5 * dots + 1.75 * scores}[remat]
+    a_layer = {"full": 0.0, "dots": dots, "offload": 0.0, "none": 2.5 * dots + 1.75 * scores}[remat]
     kept = sizes.layers * (hidden * sizes.width / 4 + a_layer)
     # The backward pass is in the head first, then in one layer after the other, with the head's gradient beside it.
     in_head = 1.05 * sizes.head + 2.5 * logits
@@ -160,7 +164,10 @@ def update(
             arguments=sizes.state + sizes.base + batch + 12,
             outputs=sizes.state + 12,
             aliased=sizes.state + 12,
-            temporaries=sizes.trained * (2 if sizes.pieces > 1 else 1)
+            # What waits on the host comes here. Gradients have the parameters' dtype, and are added up in float32.
+            temporaries=sizes.waiting
+            + sizes.trained
+            + (sizes.float32 if sizes.pieces > 1 else 0)
             + kept
             + whole_head
             + max(in_head, in_layer),

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from rlvr_jax.distributed.mesh import make_mesh, num_column_shards, num_row_shards
 from rlvr_jax.distributed.sharding import batch_sharding
-from rlvr_jax.models.adapters import adapter_config
+from rlvr_jax.models.adapters import AdapterConfig, adapter_config
 from rlvr_jax.models.config import ModelConfig
 from rlvr_jax.models.decoder import Params
 from rlvr_jax.models.frozen import abstract_base
@@ -22,6 +22,7 @@ from rlvr_jax.models.peft import check_layout
 from rlvr_jax.planning.work import Work, measure_work
 from rlvr_jax.rollout.engine import Engine
 from rlvr_jax.training.fused import make_fused_step
+from rlvr_jax.training.lean import HOST_MEMORY
 from rlvr_jax.training.rl import (
     check_settings,
     sampling_params,
@@ -30,9 +31,9 @@ from rlvr_jax.training.rl import (
 )
 from rlvr_jax.training.router import check_router
 from rlvr_jax.training.state import (
-    OptimizerConfig,
     abstract_state,
     make_optimizer,
+    optimizer_config,
     state_shardings,
 )
 from rlvr_jax.training.step import Learner, Minibatch, make_learner, policy_params
@@ -159,9 +160,7 @@ def make_programs(
     check_settings(config, shards)
     check_model(config, model)
     updates = config.train.num_epochs * config.train.num_minibatches
-    optimizer = make_optimizer(
-        OptimizerConfig(num_steps=config.num_steps * updates, **config.optimizer)
-    )
+    optimizer = make_optimizer(optimizer_config(config, num_steps=config.num_steps * updates))
     sampling = sampling_params(config, stop_token_ids)
     step = step_config(config, sampling)
     learner = make_learner(
@@ -171,7 +170,7 @@ def make_programs(
     if step.adapter is not None or step.use_reference:
         frozen = jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            abstract_base(model, None if step.adapter is None else step.adapter.quantization),
+            abstract_frozen(model, step.adapter, config.param_dtype),
             learner.base_shardings,
         )
     phases = tuple(p for p in PHASES if p != "reference" or step.use_reference)
@@ -203,9 +202,19 @@ def check_model(config: ConfigDict, model: ModelConfig) -> None:
         check_layout(adapter, model)
 
 
+def abstract_frozen(model: ModelConfig, adapter: AdapterConfig | None, param_dtype: str) -> Params:
+    """Shapes and dtypes of the reference, or of the base of adapters."""
+    quantization = None if adapter is None else adapter.quantization
+    shapes = abstract_base(model, quantization)
+    if quantization is not None:
+        return shapes
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, param_dtype), shapes)
+
+
 def local_bytes(tree: Any) -> int:
-    """Bytes of ShapeDtypeStructs with shardings on one device."""
+    """Bytes of ShapeDtypeStructs with shardings on one device; what waits on the host is not there."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
+        if leaf.sharding.memory_kind != HOST_MEMORY
     )

@@ -271,7 +271,8 @@ class Optimizer:
       policy: what it updates; not a frozen one.
       learning_rate: its peak.
       num_steps: at which a schedule other than ``constant`` ends.
-      **settings: other fields of ``OptimizerConfig``: schedule, warmup_steps, b1, b2, eps, weight_decay, grad_clip.
+      **settings: other fields of ``OptimizerConfig``: schedule, warmup_steps, b1, b2, eps, weight_decay, grad_clip,
+        name, master_weights, stochastic_rounding, host_offload. ``param_dtype`` is that of the policy's parameters.
 
     Raises:
       ValueError: a frozen policy, a setting out of range, a schedule without its end.
@@ -292,7 +293,12 @@ class Optimizer:
             )
         self.policy = policy
         self._optimizer = make_optimizer(
-            OptimizerConfig(learning_rate=learning_rate, num_steps=num_steps or 1, **settings)
+            OptimizerConfig(
+                learning_rate=learning_rate,
+                num_steps=num_steps or 1,
+                param_dtype=str(jax.tree.leaves(policy.params)[0].dtype),
+                **settings,
+            )
         )
         self._shardings = state_shardings(policy.config, self._optimizer, policy.mesh)
         state = init_state(

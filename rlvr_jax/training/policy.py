@@ -37,14 +37,14 @@ from rlvr_jax.tasks.splits import content_hash
 from rlvr_jax.text.byte_level import byte_level_tokenizer
 from rlvr_jax.text.chat import ChatTemplate, Conversation
 from rlvr_jax.text.tokenizer import Tokenizer, check_vocab, load_tokenizer
-from rlvr_jax.training.state import abstract_state, abstract_trained, check_mesh, state_shardings
+from rlvr_jax.training.state import abstract_trained, check_mesh, state_shardings
 from rlvr_jax.training.workdir import CONFIG_FILE
 from rlvr_jax.types import Completion, Message, SamplingParams
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pretrained:
-    """What a model directory, file or run holds: float32 params, NumPy on the host, or on a mesh.
+    """What a model directory, file or run holds: params of one dtype, NumPy on the host, or on a mesh.
 
     The layers' kernels are in few bits, if that was asked for.
     ``step`` is the number of updates of the run it was taken from; None for weights that are nobody's run.
@@ -65,6 +65,7 @@ def load_pretrained(
     *,
     mesh: jax.sharding.Mesh | None = None,
     quantization: Quantization | None = None,
+    param_dtype: str | None = None,
 ) -> Pretrained:
     """Loads weights, tokenizer and chat template.
 
@@ -75,6 +76,7 @@ def load_pretrained(
       mesh: where the params go; each process reads what its devices hold, and no host holds the model. None for NumPy.
       quantization: how to keep the layers' kernels, as the frozen base of adapters. Those of a run or of adapters are
         merged in float32 before.
+      param_dtype: of the params; None for float32, or, of a run, for what it keeps its parameters in.
 
     Raises:
       WeightsError: nothing there, damaged, or the tokenizer or the adapters are of another model.
@@ -91,10 +93,10 @@ def load_pretrained(
         merged = _adapted(directory, mesh)
     if merged is not None:
         if quantization is None:
-            return merged
+            return _cast(merged, param_dtype)
         if mesh is not None:
             base_shardings(merged.config, mesh, quantization)  # raises where blocks do not divide
-        few_bits = quantize_base(merged.params, quantization, mesh)
+        few_bits = quantize_base(_cast(merged, "float32").params, quantization, mesh)
         return dataclasses.replace(merged, params=few_bits)
     path = resolve_model(name_or_path)
     tokenizer = load_tokenizer(path)
@@ -105,10 +107,23 @@ def load_pretrained(
         base_shardings(weights.config, mesh, quantization)  # raises before anything is read
     return Pretrained(
         config=weights.config,
-        params=read_params(weights, mesh=mesh, quantization=quantization),
+        params=read_params(
+            weights, jnp.dtype(param_dtype or "float32"), mesh=mesh, quantization=quantization
+        ),
         tokenizer=tokenizer,
         chat=ChatTemplate(tokenizer),
     )
+
+
+def _cast(pretrained: Pretrained, param_dtype: str | None) -> Pretrained:
+    """The same with params of another dtype, where they are."""
+    if param_dtype is None:
+        return pretrained
+    dtype = jnp.dtype(param_dtype)
+    params = jax.tree.map(
+        lambda leaf: leaf if leaf.dtype == dtype else leaf.astype(dtype), pretrained.params
+    )
+    return dataclasses.replace(pretrained, params=params)
 
 
 def _adapted(directory: Path, mesh: jax.sharding.Mesh | None) -> Pretrained:
@@ -132,12 +147,21 @@ def _newest_checkpoint(workdir: Path, mesh: jax.sharding.Mesh | None) -> Pretrai
             f"{workdir} has checkpoints but no {CONFIG_FILE} that names their model "
             f"({type(error).__name__}: {error}); expected the workdir of a run"
         ) from error
+    param_dtype = settings.get("param_dtype", "float32")
     adapter = adapter_config(**settings["adapter"]) if "adapter" in settings else None
     quantization = None if adapter is None else adapter.quantization
-    pretrained = load_pretrained(start, mesh=mesh, quantization=quantization)
-    abstract = abstract_trained(pretrained.config, adapter)
+    pretrained = load_pretrained(
+        start, mesh=mesh, quantization=quantization, param_dtype=param_dtype
+    )
+    dtype = jnp.dtype(param_dtype if adapter is None else "float32")
+    abstract = abstract_trained(pretrained.config, adapter, dtype)
     if mesh is not None:
-        abstract = abstract_state(pretrained.config, optax.set_to_zero(), mesh, adapter).params
+        shardings = state_shardings(pretrained.config, optax.set_to_zero(), mesh, adapter).params
+        abstract = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            abstract,
+            shardings,
+        )
     with Checkpointer(workdir / "checkpoints") as checkpointer:
         restored = checkpointer.restore_params(abstract)
     if restored is None:
@@ -151,7 +175,7 @@ def _newest_checkpoint(workdir: Path, mesh: jax.sharding.Mesh | None) -> Pretrai
     if adapter is not None:
         check_base(checksum(pretrained.params), host["base"], start, workdir)
         params = merge_adapters(pretrained.params, params, adapter)
-    return dataclasses.replace(pretrained, params=params, step=step)
+    return _cast(dataclasses.replace(pretrained, params=params, step=step), param_dtype)
 
 
 def check_base(got: int | None, expected: int | None, name: str, workdir: Path) -> None:
@@ -216,7 +240,7 @@ class Policy:
 
     Attributes:
       config: shape of the decoder.
-      params: its parameters on ``mesh``, float32. An update donates them: read them again after it.
+      params: its parameters on ``mesh``, float32 or bfloat16. An update donates them: read them again after it.
       mesh: where they are.
       tokenizer, chat: of the model.
       engine: the ``Sampler`` over ``params``.
@@ -352,6 +376,7 @@ def load_policy(
     *,
     mesh: jax.sharding.Mesh | None = None,
     dtype: str = "float32",
+    param_dtype: str | None = None,
     max_rows: int = 256,
     seed: int = 0,
 ) -> Policy:
@@ -360,7 +385,8 @@ def load_policy(
     Args:
       name_or_path: as of ``load_pretrained``: a name, a Hugging Face directory, a GGUF file, the workdir of a run.
       mesh: all devices, as replicas, by default.
-      dtype: of activations; parameters are float32.
+      dtype: of activations.
+      param_dtype: of the parameters; None for float32, or, of a run, for what it keeps its parameters in.
       max_rows: samples decoded together.
       seed: of the samples.
 
@@ -369,7 +395,7 @@ def load_policy(
       ValueError: the model does not divide over the mesh.
     """
     mesh = make_mesh() if mesh is None else mesh
-    pretrained = load_pretrained(name_or_path, mesh=mesh)
+    pretrained = load_pretrained(name_or_path, mesh=mesh, param_dtype=param_dtype)
     return Policy(
         pretrained.config,
         pretrained.params,

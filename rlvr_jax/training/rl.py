@@ -51,11 +51,12 @@ from rlvr_jax.training.report import read_summary, write_report
 from rlvr_jax.training.router import check_router
 from rlvr_jax.training.shared_judge import SharedJudge, deadline_s
 from rlvr_jax.training.state import (
-    OptimizerConfig,
     abstract_state,
+    check_param_dtype,
     init_state,
     learning_rate_schedule,
     make_optimizer,
+    optimizer_config,
     state_shardings,
 )
 from rlvr_jax.training.step import StepConfig, make_learner, merge_updates, policy_params
@@ -93,16 +94,17 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
     check_settings(config, num_row_shards(mesh))
     adapter = adapter_config(**config.adapter)
     quantization = None if adapter is None else adapter.quantization
-    pretrained = load_pretrained(config.model, mesh=mesh, quantization=quantization)
+    check_param_dtype(config.param_dtype, adapter)
+    pretrained = load_pretrained(
+        config.model, mesh=mesh, quantization=quantization, param_dtype=config.param_dtype
+    )
     model, tokenizer, chat = pretrained.config, pretrained.tokenizer, pretrained.chat
     check_router(model, "algorithm.router_aux_loss_coef", config.algorithm.router_aux_loss_coef)
     check_router(model, "rollout.router_replay", config.rollout.router_replay)
     updates_per_step = config.train.num_epochs * config.train.num_minibatches
-    optimizer_config = OptimizerConfig(
-        num_steps=config.num_steps * updates_per_step, **config.optimizer
-    )
-    learning_rate = learning_rate_schedule(optimizer_config)
-    optimizer = make_optimizer(optimizer_config)
+    optimized = optimizer_config(config, num_steps=config.num_steps * updates_per_step)
+    learning_rate = learning_rate_schedule(optimized)
+    optimizer = make_optimizer(optimized)
     if adapter is not None:
         check_layout(adapter, model)
     shardings = state_shardings(model, optimizer, mesh, adapter)

@@ -20,7 +20,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
@@ -42,6 +41,7 @@ from rlvr_jax.models.moe import Load
 from rlvr_jax.models.peft import check_layout, save_adapters
 from rlvr_jax.models.policy_head import LogitTransform, RowBounds, replayed_logprobs
 from rlvr_jax.models.weights import save_weights
+from rlvr_jax.training.lean import AnyOptimizer, check_host_memory
 from rlvr_jax.training.policy import check_base, load_pretrained
 from rlvr_jax.training.router import (
     add_router_loss,
@@ -50,12 +50,13 @@ from rlvr_jax.training.router import (
     whole_load,
 )
 from rlvr_jax.training.state import (
-    OptimizerConfig,
     abstract_state,
+    check_param_dtype,
     init_state,
     learning_rate_schedule,
     make_optimizer,
     model_shardings,
+    optimizer_config,
     state_shardings,
 )
 from rlvr_jax.training.step import Metrics, check_columns, gradient_step, policy_params
@@ -100,11 +101,14 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
     mesh = make_mesh(**config.mesh)
     adapter = adapter_config(**config.adapter)
     quantization = None if adapter is None else adapter.quantization
-    pretrained = load_pretrained(config.model, mesh=mesh, quantization=quantization)
+    check_param_dtype(config.param_dtype, adapter)
+    pretrained = load_pretrained(
+        config.model, mesh=mesh, quantization=quantization, param_dtype=config.param_dtype
+    )
     model, tokenizer = pretrained.config, pretrained.tokenizer
-    optimizer_config = OptimizerConfig(num_steps=config.num_steps, **config.optimizer)
-    learning_rate = learning_rate_schedule(optimizer_config)
-    optimizer = make_optimizer(optimizer_config)
+    optimized = optimizer_config(config, num_steps=config.num_steps)
+    learning_rate = learning_rate_schedule(optimized)
+    optimizer = make_optimizer(optimized)
     if adapter is not None:
         check_layout(adapter, model)
     shardings = state_shardings(model, optimizer, mesh, adapter)
@@ -112,6 +116,8 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
     check_columns(config.train.row_length, mesh)
     check_router(model, "train.router_aux_loss_coef", config.train.router_aux_loss_coef)
     _check_row_shards(mesh)
+    if config.train.remat == "offload":
+        check_host_memory(mesh, "train.remat")
 
     # What it learns from, and what it is judged on.
     sources = [open_source(source) for source in config.data.sources]
@@ -266,6 +272,7 @@ def train(config: ConfigDict, workdir: str | Path, *, fresh: bool = False) -> di
         if adapter is not None:
             save_adapters(folder / "adapter", adapter, model, trained, base=config.model)
             params = merge_adapters(base, trained, adapter)
+            params = jax.tree.map(lambda leaf: leaf.astype(config.param_dtype), params)
         shutil.rmtree(folder / "model", ignore_errors=True)
         save_weights(folder / "model", model, params, tokenizer_files=tokenizer.files())
         (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
@@ -299,7 +306,7 @@ def update(
     base: Params | None = None,
     *,
     loss: Loss,
-    optimizer: optax.GradientTransformation,
+    optimizer: AnyOptimizer,
     adapter: AdapterConfig | None = None,
     router_aux_loss_coef: float = 0.0,
     experts_per_token: int = 0,
@@ -313,7 +320,7 @@ def update(
       pieces: arrays [A, B, T]: A micro-batches of B rows.
       base: the frozen parameters, when ``adapter`` is trained.
       loss: of every trained token.
-      optimizer: optax.
+      optimizer: optax's, or a lean one.
       router_aux_loss_coef: of the load-balancing loss of a mixture of experts, which is added.
       experts_per_token: of that mixture.
 
@@ -349,7 +356,7 @@ def update(
 def make_train_step(
     loss: Loss,
     model: ModelConfig,
-    optimizer: optax.GradientTransformation,
+    optimizer: AnyOptimizer,
     mesh: jax.sharding.Mesh,
     shardings: TrainState,
     *,

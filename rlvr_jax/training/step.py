@@ -33,7 +33,7 @@ from rlvr_jax.distributed.sharding import batch_sharding, replicated
 from rlvr_jax.models.adapters import AdapterConfig, with_adapters
 from rlvr_jax.models.attention import key_bucket
 from rlvr_jax.models.config import ModelConfig
-from rlvr_jax.models.decoder import REMAT_POLICIES, Params, compiler_options
+from rlvr_jax.models.decoder import REMAT_POLICIES, Params, compiler_options, widened
 from rlvr_jax.models.moe import Load
 from rlvr_jax.models.policy_head import (
     LogitTransform,
@@ -41,6 +41,7 @@ from rlvr_jax.models.policy_head import (
     batch_logprobs,
     replayed_logprobs,
 )
+from rlvr_jax.training.lean import AnyOptimizer, apply_gradients, check_host_memory
 from rlvr_jax.training.router import add_router_loss, router_metrics, whole_load
 from rlvr_jax.training.state import model_shardings
 from rlvr_jax.types import TrainBatch, TrainState
@@ -99,7 +100,7 @@ def update(
     base: Params | None = None,
     *,
     model: ModelConfig,
-    optimizer: optax.GradientTransformation,
+    optimizer: AnyOptimizer,
     config: StepConfig,
     num_shards: int,
     bounds: RowBounds,
@@ -111,7 +112,7 @@ def update(
       state, batch: as their types say.
       base: the frozen parameters, when ``config.adapter`` is trained.
       model: shape of the decoder.
-      optimizer: optax.
+      optimizer: optax's, or a lean one.
       config: what to compute.
       num_shards: over how many shards the rows are spread; micro-batches take rows from each.
       bounds: of the rows of ``batch``.
@@ -174,7 +175,7 @@ def gradient_step(
     pieces: Any,
     *,
     loss_fn: LossFn,
-    optimizer: optax.GradientTransformation,
+    optimizer: AnyOptimizer,
     trains: jax.Array,
 ) -> tuple[TrainState, Metrics]:
     """The optimizer step of every stage: gradients of all pieces added up, then one update, unless it would do harm.
@@ -183,7 +184,7 @@ def gradient_step(
       state: as its type says.
       pieces: pytree of arrays [A, ...], the A micro-batches; a single one needs no accumulator.
       loss_fn: (params, piece) -> (the piece's part of the loss float32[], metrics that ``merge_metrics`` adds up).
-      optimizer: optax.
+      optimizer: optax's, or a lean one.
       trains: bool[], whether there is anything to train on. If not, or if the gradient is not finite, nothing changes
         but the step count, and ``update_skipped`` is 1.
 
@@ -201,22 +202,23 @@ def gradient_step(
             grads = jax.tree.map(jnp.add, total[0], grads)
             return (grads, merge_metrics(total[1], metrics)), None
 
-        shapes = jax.eval_shape(gradient, state.params, first)
+        # In float32, whatever the parameters are.
+        shapes = jax.eval_shape(
+            lambda *arguments: widened(gradient(*arguments)), state.params, first
+        )
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         (grads, metrics), _ = jax.lax.scan(add, zeros, pieces)
 
-    grad_norm = optax.tree.norm(grads)
+    grad_norm = optax.tree.norm(widened(grads))
     usable = jnp.isfinite(grad_norm) & trains
-
-    def apply(params: Params, opt_state: Any, grads: Params) -> tuple[Params, Any]:
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    def skip(params: Params, opt_state: Any, grads: Params) -> tuple[Params, Any]:
-        return params, opt_state
-
-    # A branch, not a selection between new and old: that would hold copies of the moments.
-    params, opt_state = jax.lax.cond(usable, apply, skip, state.params, state.opt_state, grads)
+    params, opt_state = apply_gradients(
+        optimizer,
+        grads,
+        state.opt_state,
+        state.params,
+        usable=usable,
+        key=jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step),
+    )
     new_state = TrainState(step=state.step + 1, params=params, opt_state=opt_state, key=state.key)
     metrics = metrics | {"grad_norm": grad_norm, "update_skipped": 1.0 - usable}
     return new_state, {name: jnp.asarray(value, jnp.float32) for name, value in metrics.items()}
@@ -304,7 +306,7 @@ class Learner:
     """The jitted programs of one model, optimizer and mesh. ``make_learner`` makes it."""
 
     model: ModelConfig
-    optimizer: optax.GradientTransformation
+    optimizer: AnyOptimizer
     mesh: jax.sharding.Mesh
     shardings: TrainState
     base_shardings: Params
@@ -438,7 +440,7 @@ class Learner:
 
 def make_learner(
     model: ModelConfig,
-    optimizer: optax.GradientTransformation,
+    optimizer: AnyOptimizer,
     mesh: jax.sharding.Mesh,
     shardings: TrainState,
     config: StepConfig,
@@ -446,9 +448,11 @@ def make_learner(
     """Jits the programs of a learner; each compiles once a shape.
 
     Raises:
-      ValueError: micro_rows does not divide over the mesh.
+      ValueError: micro_rows does not divide over the mesh, or ``remat`` needs a memory that its devices lack.
     """
     shards = num_row_shards(mesh)
+    if config.remat == "offload":
+        check_host_memory(mesh, "train.remat")
     if config.micro_rows % shards:
         raise ValueError(
             f"train.micro_rows ({config.micro_rows}) must be divisible by the data, fsdp and expert axes ({shards}); "

@@ -174,9 +174,11 @@ def test_positions_count_from_the_start_of_a_sequence_only(tiny_config, params):
     np.testing.assert_allclose(here, there, atol=1e-4)
 
 
-@pytest.mark.parametrize("remat", ["full", pytest.param("dots", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "remat", ["full", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dots", "offload"))]
+)
 def test_rematerialisation_changes_no_gradient(tiny_config, params, remat):
-    assert REMAT_POLICIES.keys() == {"full", "dots", "none"}
+    assert REMAT_POLICIES.keys() == {"full", "dots", "offload", "none"}
     batch = packed(tiny_config.vocab_size)
     kept, recomputed = (
         loss_and_gradient(params, batch, config=tiny_config, remat=name)[1]

@@ -362,7 +362,7 @@ def test_metrics_of_several_updates_are_means_but_for_what_compares_with_the_sam
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"remat": "half"}, "train.remat is 'half'; expected one of full, dots, none"),
+        ({"remat": "half"}, "train.remat is 'half'; expected one of full, dots, offload, none"),
         ({"dtype": "float16"}, "dtype is 'float16'; expected float32 or bfloat16"),
         ({"transform": LogitTransform(temperature=0.0)}, "greedy samples have no gradient"),
     ],
