@@ -37,6 +37,7 @@ def refusal(capsys, *arguments):
     return capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_local_plan_has_the_memory_of_the_trainers_own_programs(capsys):
     status, found = plan(capsys, TOY, "--topology=local", "--prompt-tokens=60")
     assert status == 0
@@ -206,6 +207,7 @@ def test_the_search_changes_only_what_it_names():
     assert corrected.overrides != found.overrides, "what the compiler found counts"
 
 
+@pytest.mark.slow
 def test_where_no_mesh_fits_smaller_batches_are_proposed():
     """The reference scores a minibatch at once; 70 B on 64 GPUs leave no room for all of a step of long answers."""
     config = load_config(LLAMA.partition("=")[2])
@@ -219,6 +221,7 @@ def test_where_no_mesh_fits_smaller_batches_are_proposed():
     assert found.overrides["train.num_minibatches"] > 1
 
 
+@pytest.mark.slow
 def test_what_no_setting_can_make_fit_is_said_with_the_least_that_it_takes(capsys):
     status, found = plan(capsys, LLAMA, "--topology=v5e:16x16", "--estimate")
     assert (status, found["fits"]) == (1, False)

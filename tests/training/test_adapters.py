@@ -168,6 +168,7 @@ def test_the_engine_samples_what_the_naive_sampler_does(adapter):
                 np.testing.assert_allclose(mine.logprobs, theirs.logprobs, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "adapter",
     [ADAPTER, NF4, *(pytest.param(other, marks=pytest.mark.slow) for other in (DORA, INT8))],

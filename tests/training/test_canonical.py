@@ -123,6 +123,7 @@ def test_the_loop_of_the_readme_runs(letters, mesh, monkeypatch):
     assert sum(trials.sum() for trials in batches[0].curriculum._trials.values()) > 0
 
 
+@pytest.mark.slow
 def test_a_step_is_the_trainers_update_bit_for_bit(policy, mesh):
     """The same responses through ``training/rl.py``'s packing and ``training/step.py``'s update."""
     reference, optimizer = policy.freeze(), optimizer_of(policy)

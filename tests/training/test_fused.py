@@ -228,6 +228,7 @@ def assert_survives(program, state, step):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",
     [

@@ -253,6 +253,7 @@ def compiled_update(model, sizes, *, rows, length, dtype="bfloat16", **changes):
         ).compile()
 
 
+@pytest.mark.slow
 def test_activations_of_a_device_fall_with_the_context_axis(monkeypatch):
     """One sequence of 2048 tokens: what a device needs beside parameters is a quarter with four times as many of them;
     with it the scores of its attention, [T / 8, T] for each head."""

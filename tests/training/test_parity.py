@@ -115,6 +115,7 @@ def assert_equal_logprobs(metrics):
     assert metrics["entropy"] > 0.3  # there was something to disagree about
 
 
+@pytest.mark.slow
 def test_sampler_and_trainer_agree_in_float32_on_two_devices(wide_params, wide_prompts):
     metrics = one_update(
         WIDE, wide_params, wide_prompts, SAMPLING, dtype="float32", sizes=(2, 1, 1)
@@ -162,6 +163,7 @@ def test_across_a_tensor_axis_they_agree_but_for_the_order_of_sums(
     assert metrics["logprob_delta_mean"] <= (1e-5 if dtype == "float32" else 1e-2)
 
 
+@pytest.mark.slow
 def test_a_truncated_distribution_is_scored_as_it_was_sampled(tiny_config):
     """Top-k, top-p and min-p renormalise on both sides: forgetting it on one is a whole nat."""
     params = init_params(tiny_config, jax.random.key(0))

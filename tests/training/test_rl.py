@@ -122,6 +122,7 @@ def test_groups_that_all_score_the_same_are_counted_and_change_nothing(tmp_path,
     assert_untouched(tmp_path)
 
 
+@pytest.mark.slow
 def test_answers_without_a_verdict_are_counted_and_not_trained_on(tmp_path, one_device):
     _, [record] = run(tmp_path, tasks__domains=("toy/raises",), num_steps=1)
     groups = ParquetStore(tmp_path / "trajectories").read()
@@ -158,6 +159,7 @@ def test_with_a_learning_rate_of_zero_nothing_moves_and_ratios_are_one(tmp_path,
         assert record["mismatch_kl"] == pytest.approx(0.0, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_every_epoch_of_a_step_compares_with_what_sampled(tmp_path, one_device):
     """The old log-probabilities of PPO are those of the sampler, in every epoch and minibatch."""
     _, [record] = run(

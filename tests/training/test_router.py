@@ -284,6 +284,7 @@ def test_fine_tuning_balances_the_load_the_same_way_for_any_cut() -> None:
     assert np.abs(router[0] - router[1]).max() > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_with_replay_sampler_and_trainer_agree(dtype: str) -> None:
     batch = batch_of(sampled_on_one_device(SAMPLING, dtype))

@@ -206,6 +206,7 @@ def one_step(params, batch, loss, *, num_pieces, mesh):
         return jax.device_get(step(state, pieces))
 
 
+@pytest.mark.slow
 def test_the_gradient_is_the_same_for_any_number_of_pieces_and_any_mesh(step_inputs):
     params, batch, loss = step_inputs
     whole, whole_metrics = one_step(
