@@ -57,10 +57,22 @@ def wide_prompts():
     return [rng.integers(0, 1000, n).tolist() for n in (30, 33, 36, 39, 41, 43, 46, 48)]
 
 
-def one_update(config, params, prompts, sampling, *, dtype, sizes=(1, 1, 1), **step_options):
+def one_update(
+    config,
+    params,
+    prompts,
+    sampling,
+    *,
+    dtype,
+    sizes=(1, 1, 1),
+    param_dtype="float32",
+    **step_options,
+):
     """Samples 8 times 8 responses, trains on them once, and returns the metrics; the reference is the policy."""
     mesh = make_mesh(*sizes, devices=jax.devices()[: int(np.prod(sizes))])
-    optimizer = make_optimizer(OptimizerConfig(learning_rate=0.0, num_steps=1))
+    optimizer = make_optimizer(
+        OptimizerConfig(learning_rate=0.0, num_steps=1, param_dtype=param_dtype)
+    )
     state = init_state(config, params, optimizer, mesh, seed=0)
     engine = Engine(config, state.params, mesh=mesh, dtype=dtype)
     samples = engine.sample(
@@ -137,6 +149,8 @@ def test_sampler_and_trainer_agree_in_bfloat16(wide_params, wide_prompts):
         ((1, 2, 1), {}),
         ((4, 1, 1), {}),
         ((2, 1, 1), {"micro_rows": 4}),
+        ((1, 1, 1), {"param_dtype": "bfloat16"}),
+        ((1, 2, 1), {"param_dtype": "bfloat16", "remat": "offload"}),
     ],
     ids=str,
 )
