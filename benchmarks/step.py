@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
+
+from benchmarks.flags import benchmark_parser, parse_flags, spread_over_cores
 
 # By model; docs/benchmarks.md says how they were chosen, and what they take.
 BEST = {
@@ -38,56 +39,15 @@ BEST = {
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.step",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = benchmark_parser("python -m benchmarks.step", __doc__, BEST)
     add = parser.add_argument
-    add("--model", choices=sorted(BEST), default="tiny", help="random weights of this shape")
-    add("--prompts", type=int, help="tasks of a step")
-    add("--group", type=int, help="samples of each prompt")
-    add("--prompt-len", type=int, help="tokens of a prompt")
-    add("--new-tokens", type=int, help="tokens of a sample")
-    add("--steps", type=int, default=5, help="measured steps (default 5)")
-    add("--warmup", type=int, default=2, help="steps before them; the first compiles (default 2)")
     add("--dtype", choices=["float32", "bfloat16"], help="of activations; params are float32")
     add("--remat", choices=["none", "dots", "full"], help="what the backward pass keeps")
-    add("--micro-rows", type=int, help="rows whose gradient is computed at once; 0 for all")
-    add("--samples-per-row", type=int, help="samples that share a row with their prompt")
-    add("--mesh", choices=["data", "fsdp"], help="replicas, or one copy spread over the devices")
     add("--order", choices=["speed", "memory"], help="what a CPU's programs are ordered for")
     add("--max-rows", type=int, default=256, help="samples decoded together (default 256)")
     add("--verifier-workers", type=int, default=2, help="processes that judge (default 2)")
-    add("--devices", type=int, help="virtual devices of a CPU (default: one a core)")
-    add("--seed", type=int, default=0)
-    add("--json", action="store_true", help="print one JSON object as the last line")
     add("--peers", default="", help="also run these on the same work: trl, tunix, or both")
-    add("--peer-timeout", type=float, default=1800.0, help="seconds for a peer (default 1800)")
-    args = parser.parse_args(argv)
-    if args.steps < 1 or args.warmup < 1:
-        parser.error(f"--steps {args.steps} --warmup {args.warmup}; expected at least 1 of each")
-    for name, value in BEST[args.model].items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    return args
-
-
-def spread_over_cores(devices: int | None, order: str) -> None:
-    """Makes a CPU look like one device a core to JAX, which runs one thread a device. Before JAX is imported.
-
-    For ``order`` memory the devices get the threads that ``decoder.compiler_options`` asks for.
-    """
-    flag = "--xla_force_host_platform_device_count"
-    flags = os.environ.get("XLA_FLAGS", "")
-    if flag not in flags:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-        count = devices or cores
-        os.environ["XLA_FLAGS"] = f"{flags} {flag}={count}".strip()
-        from rlvr_jax.models.decoder import THREADS_PER_DEVICE
-
-        threads = THREADS_PER_DEVICE if order == "memory" else 1
-        os.environ.setdefault("NPROC", str(threads * count))
+    return parse_flags(parser, argv, BEST)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.step import spread_over_cores
+from benchmarks.flags import benchmark_parser, parse_flags, spread_over_cores
 
 # By model: how much is trained, and what was fastest; docs/benchmarks.md says how it was chosen.
 BEST: dict[str, dict[str, Any]] = {
@@ -48,32 +48,14 @@ BEST: dict[str, dict[str, Any]] = {
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.train",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = benchmark_parser("python -m benchmarks.train", __doc__, BEST)
     add = parser.add_argument
-    add("--model", choices=sorted(BEST), default="tiny", help="random weights of this shape")
     add("--update", choices=["sft", "rl", "both"], default="both", help="what is trained")
     add("--rows", type=int, help="fine-tuning: sequences of a batch")
     add("--length", type=int, help="fine-tuning: tokens of each")
-    add("--prompts", type=int, help="reinforcement learning: tasks of a batch")
-    add("--group", type=int, help="samples of each prompt")
-    add("--prompt-len", type=int, help="tokens of a prompt")
-    add("--new-tokens", type=int, help="tokens of a sample")
-    add("--samples-per-row", type=int, help="samples that share a row with their prompt")
-    add("--steps", type=int, default=5, help="measured updates (default 5)")
-    add("--warmup", type=int, default=2, help="updates before them; the first compiles (default 2)")
     add("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="of activations")
     add("--remat", choices=["none", "dots", "full"], default="full", help="what is kept")
-    add("--micro-rows", type=int, help="rows whose gradient is computed at once; 0 for all")
-    add("--mesh", choices=["data", "fsdp"], help="replicas, or one copy spread over the devices")
-    add("--devices", type=int, help="virtual devices of a CPU (default: one a core)")
-    add("--seed", type=int, default=0)
-    add("--json", action="store_true", help="print one JSON object as the last line")
     add("--peers", default="", help="also run these in turn with ours: torch, tunix, or both")
-    add("--peer-timeout", type=float, default=1800.0, help="seconds for a peer (default 1800)")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument(
         "--padding",
@@ -84,14 +66,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     mode.add_argument(
         "--startup", action="store_true", help="instead: runs of the tiny configs, first and second"
     )
-    args = parser.parse_args(argv)
-    if args.steps < 1 or args.warmup < 1:
-        parser.error(f"--steps {args.steps} --warmup {args.warmup}; expected at least 1 of each")
+    args = parse_flags(parser, argv, BEST)
     if args.padding is not None and not 0 < args.padding < 1:
         parser.error(f"--padding {args.padding}; expected a share between 0 and 1")
-    for name, value in BEST[args.model].items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
     return args
 
 

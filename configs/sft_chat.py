@@ -24,7 +24,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config.seed = 0
     config.num_steps = 60
     config.dtype = "float32"
-    # Of all parameters, the frozen reference's too (adapters are float32); see config.optimizer for bfloat16 ones.
+    # Of all parameters (adapters are float32); see config.optimizer for bfloat16 ones.
     config.param_dtype = "float32"
 
     config.data = ConfigDict(

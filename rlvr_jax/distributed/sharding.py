@@ -132,10 +132,15 @@ def _is_axes(node: Any) -> bool:
     return isinstance(node, tuple) and all(axis is None or isinstance(axis, str) for axis in node)
 
 
+def path_name(path: Any) -> str:
+    """'a/b/c' of a leaf's path in a nested dict, as ``jax.tree_util`` gives it."""
+    return "/".join(str(key.key) for key in path)
+
+
 def tree_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
     """'a/b/c' -> leaf of a nested dict, in tree order."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf)
-    return {"/".join(str(key.key) for key in path): leaf for path, leaf in leaves}
+    return {path_name(path): leaf for path, leaf in leaves}
 
 
 def param_shardings(mesh: Mesh, params: Any, axes: Mapping[str, tuple[str | None, ...]]) -> Any:
@@ -146,7 +151,7 @@ def param_shardings(mesh: Mesh, params: Any, axes: Mapping[str, tuple[str | None
     """
 
     def one(path: Any, leaf: Any) -> NamedSharding:
-        name = "/".join(str(key.key) for key in path)
+        name = path_name(path)
         for size, axis in zip(leaf.shape, axes[name], strict=True):
             mesh_axes = RULES[axis] if axis else None
             if mesh_axes is None:

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from rlvr_jax.distributed.columns import flat_tokens, whole_rows
-from rlvr_jax.distributed.sharding import axis_size, constrain
+from rlvr_jax.distributed.sharding import axis_size, constrain, path_name
 from rlvr_jax.models.attention import (
     Keys,
     KeyValues,
@@ -286,7 +286,7 @@ class Decoder(nnx.Module):
         stacked = nnx.to_pure_dict(state)
 
         def pick(path: Any, param: Kernel, index: int) -> Kernel:
-            axes = PARAM_AXES["/".join([name, *(str(key.key) for key in path)])][1:]
+            axes = PARAM_AXES[f"{name}/{path_name(path)}"][1:]
             if in_few_bits(param):
                 return param[index]
             kernel = _widened_vector(computed_kernel(param[index]))

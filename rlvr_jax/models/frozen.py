@@ -19,7 +19,13 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from rlvr_jax.distributed.sharding import RULES, param_shardings, replicated, tree_paths
+from rlvr_jax.distributed.sharding import (
+    RULES,
+    param_shardings,
+    path_name,
+    replicated,
+    tree_paths,
+)
 from rlvr_jax.models.adapters import ADAPTABLE
 from rlvr_jax.models.config import ModelConfig
 from rlvr_jax.models.decoder import GATHERED, PARAM_AXES, Params, abstract_params
@@ -194,6 +200,6 @@ def _map(function: Any, tree: Params) -> Params:
     """``function(path, leaf)`` of every leaf of a nested dict."""
 
     def one(path: Any, leaf: Any) -> Any:
-        return function("/".join(str(key.key) for key in path), leaf)
+        return function(path_name(path), leaf)
 
     return jax.tree_util.tree_map_with_path(one, tree)

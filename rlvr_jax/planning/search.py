@@ -181,9 +181,8 @@ def _candidates(
         if axes["data"] > 1 and axes["fsdp"] > 1:
             continue  # replicas of shards: never less memory, seldom faster
         columns = axes.get("context", 1)
-        per_shard = (
-            [1, 2, 4, 8, 16] if columns == 1 else [1]
-        )  # a row is cut when it is all there is
+        # A row is cut when it is all there is.
+        per_shard = [1, 2, 4, 8, 16] if columns == 1 else [1]
         at_once = shards * columns * config.rollout.group_size
         decode = sorted({min(samples, at_once * n) for n in (1, 2, 4, 8)})
         for micro, remat, rows in itertools.product(per_shard, ("full", "dots", "none"), decode):

@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from rlvr_jax.distributed.sharding import path_name
 from rlvr_jax.models.decoder import Params
 
-BLOCK = (
-    256  # numbers that share a scale, at most: the paper's library has come down to it from 2048
-)
+# Numbers that share a scale, at most: the paper's library has come down to it from 2048.
+BLOCK = 256
 LEAST_BLOCK = 32  # a last axis that is no multiple of this stays float32
 LEAST_SIZE = 4096  # and so does what is smaller than this
 DECADES = 7
@@ -107,9 +107,8 @@ def _rank(share: jax.Array, *, signed: bool) -> jax.Array:
     for index in range(DECADES):
         first, count, top = _decade(index, signed=signed)
         part = jnp.floor((share / top - 0.1) * (count / 0.9)).astype(jnp.int32)
-        start = (
-            below + top * (0.1 + 0.45 / count)
-        ) / 2  # between the last value below and the first one here
+        # Between the last value below and the first one here.
+        start = (below + top * (0.1 + 0.45 / count)) / 2
         rank = jnp.where(share >= start, first + jnp.clip(part, 0, count - 1), rank)
         below = top * (1 - 0.45 / count)
     return jnp.where(share >= (below + 1) / 2, _one(signed=signed), rank)
@@ -119,7 +118,7 @@ def scale_by_adam_8bit(b1: float, b2: float, eps: float) -> optax.GradientTransf
     """``optax.scale_by_adam`` with its moments in ``Blocks``, where ``block_size`` says so."""
 
     def of_leaf(path: Any, leaf: jax.Array) -> int:
-        return block_size("/".join(str(key.key) for key in path), leaf.shape)
+        return block_size(path_name(path), leaf.shape)
 
     def zeros(params: Params, *, signed: bool) -> Any:
         def one(path: Any, leaf: jax.Array) -> Any:

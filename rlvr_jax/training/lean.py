@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from rlvr_jax.distributed.sharding import path_name
 from rlvr_jax.models.decoder import Params, widened
 
 HOST_MEMORY = "pinned_host"
@@ -147,8 +148,7 @@ def round_tree(tree: Params, key: jax.Array) -> Params:
     """``stochastic_round`` of every array, each with a key of its own, by its path."""
 
     def one(path: Any, leaf: jax.Array) -> jax.Array:
-        name = "/".join(str(part.key) for part in path)
-        return stochastic_round(leaf, jax.random.fold_in(key, zlib.crc32(name.encode())))
+        return stochastic_round(leaf, jax.random.fold_in(key, zlib.crc32(path_name(path).encode())))
 
     return jax.tree_util.tree_map_with_path(one, tree)
 

@@ -133,10 +133,8 @@ def reference() -> Callable[..., Any]:
                 elif "bias" in name:
                     weight.normal_(0, 0.3)
             for name, buffer in model.named_buffers():
-                if (
-                    "correction_bias" in name
-                ):  # of the size of what sets the scores of experts apart
-                    buffer.normal_(0, 0.3)
+                if "correction_bias" in name:
+                    buffer.normal_(0, 0.3)  # of the size of what sets the scores of experts apart
         return model.eval()
 
     return make
